@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node 2 examples/ladder.py
 torchrun --standalone --nproc-per-node 2 examples/ladder.py --fabric 200e-6,1e8 --rounds 20
 
 All of them use one recorded process group (recording/group.py), which notes when a collective is launched, complete and waited
-for, also in torch DDP's C++ code. docs/ladder.md defines the columns and says what each strategy teaches.
+for, also in torch DDP's C++ code. docs/exercises.md defines the columns and says what each strategy teaches.
 """
 
 import argparse
@@ -253,7 +253,7 @@ def planned_collectives(course: Course, below: dist.ProcessGroup) -> list[int]:
     """Return what each rung launches in a step: by ``ladder_counts.py``, and for ours by the simulated step.
 
     Over gloo itself, from three ranks on, ours send a large gather as a broadcast of each rank's part
-    (docs/decisions/gloo-exchanges.md).
+    (docs/decisions/gloo.md).
     """
     num_ranks = below.size()
     has_parts = num_ranks > 2 and below._get_backend(torch.device("cpu")).name() == "gloo"

@@ -671,7 +671,7 @@ class CheckpointInvalidError(CheckpointError):
 
     def __init__(self, *, path: str, file: str, problem: str, steps: Sequence[int] = ()) -> None:
         self.path, self.file, self.problem, self.steps = path, file, problem, tuple(steps)
-        others = f"{step_list(self.steps)} can be tried: name one, or allow the fallback to an older step" if steps else ""
+        others = f"{step_list(self.steps)} can be tried: name one as the step to read" if steps else ""
         super().__init__(
             f"{path}: {file}: {problem}. The file was damaged or changed after it was written, or is not a checkpoint of "
             f"this library; nothing of it was loaded. {others or 'Restore it from a copy'}."

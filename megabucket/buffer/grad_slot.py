@@ -254,7 +254,7 @@ class WithheldGrad(torch.Tensor):
 
     With ``None`` in ``.grad``, functions such as ``torch.nn.utils.clip_grad_norm_`` would silently do nothing; with the
     gradient there, they would work on one rank's part of it, in memory that a collective may own. It has no memory of its own.
-    See docs/decisions/withheld-gradients.md.
+    See docs/decisions/gradients.md.
 
     Args:
         like: the tensor that it replaces.

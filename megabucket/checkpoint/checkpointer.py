@@ -103,13 +103,15 @@ def can_load(
     schedulers: Any = None,
     cast: bool = False,
 ) -> list[str]:
-    """Return everything that keeps a checkpoint from being loaded into a run; nothing if it can be loaded.
+    """Return every difference that keeps a checkpoint from being loaded into a run; nothing if none is found.
 
-    Reads only the manifest, on this rank alone, and changes nothing; ``megabucket checkpoint verify`` checks the files.
+    Reads the manifest, checks its seal and that its files exist, and compares it with the run; on this rank alone, and changes
+    nothing. It reads no data file, so it does not find damaged ones (``megabucket checkpoint verify`` does), nor values that a
+    cast could not hold. Nor does it try whether schedulers and modules take their state, or what other ranks hold.
 
     Raises:
         CheckpointMissingError: there is no such checkpoint.
-        CheckpointInvalidError: its manifest is damaged.
+        CheckpointInvalidError: its manifest is damaged, or a file is missing.
     """
     return mismatches(open_checkpoint(root, step), TrainingParts(ddp, optimizer, scaler, schedulers), cast=cast)
 

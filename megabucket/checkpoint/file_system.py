@@ -116,6 +116,16 @@ def read_file(path: Path, max_bytes: int) -> memoryview:
     return data[: len(data) - len(rest)]
 
 
+def check_regular(path: Path) -> None:
+    """Refuse a pipe or a device, before a reader of another library waits for it for ever.
+
+    Raises:
+        OSError: it is one.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
 @contextmanager
 def _where_supported() -> Iterator[None]:
     """Ignore that a file system does not support a call."""

@@ -215,8 +215,9 @@ class StoredTensor:
 
 
 def _as_version_2(tensor: Any) -> Any:
-    if isinstance(tensor, dict) and "order" in tensor:  # version 1: the tensor is its only block
-        return {**tensor, "blocks": [{**tensor, "offset": [0] * len(tensor["order"])}]}
+    if isinstance(tensor, dict) and isinstance(tensor.get("shape"), list) and "order" in tensor:
+        # Version 1: the tensor is its only block.
+        return {**tensor, "blocks": [{**tensor, "offset": [0] * len(tensor["shape"])}]}
     return tensor
 
 
@@ -299,11 +300,37 @@ def decode_manifest(raw: bytes) -> Manifest:
     if hashlib.sha256(body).hexdigest() != seal:
         raise ValueError("its seal is not the SHA-256 of its text")
     try:
-        return replace(_MANIFEST.validate_python(json.loads(body + b"}")), seal=seal)
+        manifest = _MANIFEST.validate_python(json.loads(body + b"}"))
     except ValidationError as error:
         first = error.errors()[0]
         place, found = ".".join(map(str, first["loc"])), f"{first['input']!r:.100}"
         raise ValueError(f"it is no manifest that this version reads: {place}: {first['msg']}, got {found}") from None
+    for name, tensor in manifest.tensors.items():
+        if problem := _tensor_problem(tensor, len(manifest.files)):
+            raise ValueError(f"it is no manifest that this version reads: tensor {name!r:.100}: {problem}")
+    return replace(manifest, seal=seal)
+
+
+def _tensor_problem(tensor: StoredTensor, num_files: int) -> str | None:
+    """Return why a tensor could not be read, or None."""
+    if tensor.dtype not in CODE_OF:
+        return f"its dtype is {tensor.dtype!r:.100}"
+    dims = range(len(tensor.shape))
+    for block in tensor.blocks:
+        if not len(block.offset) == len(block.shape) == len(dims) or sorted(block.order) != list(dims):
+            return f"a block has offset {block.offset}, shape {block.shape} and order {block.order} in shape {tensor.shape}"
+        spans = zip(block.offset, block.shape, tensor.shape, strict=True)
+        if any(start < 0 or size < 0 or start + size > whole for start, size, whole in spans):
+            return f"a block has offset {block.offset} and shape {block.shape} in shape {tensor.shape}"
+        edges = [0, *(piece.stop for piece in block.pieces)]
+        starts = [piece.start for piece in block.pieces]
+        if starts != edges[:-1] or edges != sorted(edges) or edges[-1] != math.prod(block.shape):
+            return f"the pieces of a block do not cover its {math.prod(block.shape)} elements in order"
+        if not all(0 <= piece.file < num_files for piece in block.pieces):
+            return f"a piece is in none of the {num_files} files"
+    boxes = [info.box for info in tensor.infos("")]
+    problem = block_problem(boxes, tensor.shape) if boxes else "are none"
+    return f"its blocks {problem}" if problem else None
 
 
 def encode_header(pieces: Sequence[Piece]) -> bytes:

@@ -28,7 +28,7 @@ from megabucket.checkpoint.capture import (
 from megabucket.checkpoint.format import Piece, TensorInfo
 from megabucket.checkpoint.ranks import GroupRanks, gather_results, together
 from megabucket.checkpoint.stored import Stored, find_difference
-from megabucket.checkpoint.values import capture_rng, decode, restore_rng
+from megabucket.checkpoint.values import UNREADABLE, Find, capture_rng, decode, restore_rng
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointMismatchError, name_list
 from megabucket.layout.identity import ParamIdentity
@@ -129,10 +129,17 @@ def restore(stored: Stored, parts: TrainingParts, *, cast: bool = False, with_rn
     model = WholeModel.of(gather_results(ranks, lambda: model_summary(parts, names, "loading a checkpoint")))
     together(ranks, lambda: _refuse(stored, _mismatches(stored, parts, names, model, cast=cast)))
     found = together(ranks, lambda: _read(staging, parts, names, with_rng=with_rng))
+    touched: list[tuple[Restore, Any]] = []
+
+    def set_states() -> None:
+        for set_state, before, state in staging.states:
+            touched.append((set_state, before))
+            set_state(state)
+
     try:
-        together(ranks, lambda: [set_state(state) for set_state, _, state in staging.states])
+        together(ranks, set_states)
     except BaseException:
-        for set_state, before, _ in reversed(staging.states):
+        for set_state, before in reversed(touched):
             with suppress(Exception):  # an object that cannot take its own state back has failed before
                 set_state(before)
         raise
@@ -199,7 +206,7 @@ def mismatches(stored: Stored, parts: TrainingParts, *, cast: bool) -> list[str]
 def _mismatches(stored: Stored, parts: TrainingParts, names: GlobalNames, model: WholeModel | None, *, cast: bool) -> list[str]:
     try:
         return _find_mismatches(stored, parts, names, model, cast=cast)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:  # a seal does not prove that values make sense
+    except UNREADABLE as error:  # a seal does not prove that values make sense
         return [f"its values cannot be read: {type(error).__name__}: {error}"]
 
 
@@ -218,9 +225,13 @@ def _find_mismatches(
         for name in stored.tensors
         if model is not None and name.startswith(Prefix.MODEL) and name.removeprefix(Prefix.MODEL) not in model.names
     ]
+    plain = [values["data_position"], values["extras"], *values["module_extra_state"].values()]
     if parts.optimizer is not None:
+        plain += values["stateful"].values()
         problems += _optimizer_problems(stored, parts.optimizer, names, model, cast=cast)
         problems += _name_problems(set(values["stateful"]), set(parts.stateful), "of the training run")
+    for value in plain:
+        decode(value, _without_values(stored))
     extra_state, own = set(values["module_extra_state"]), set(names.stateful)
     elsewhere = extra_state - own if model is None else model.modules.keys() - own
     return problems + _name_problems(extra_state - elsewhere, own, "that module.get_extra_state() gives")
@@ -241,6 +252,12 @@ def _optimizer_problems(
         return ["the checkpoint has no optimizer state; load it with optimizer=None to take the weights only"]
     kind = type(inner_of(optimizer)).__name__
     problems = [] if kind == there.kind else [f"the optimizer was {there.kind} and is {kind}"]
+    problems += there.problems()
+    for index, (of_group, own_group) in enumerate(zip(there.groups, optimizer.param_groups, strict=False)):
+        for key, encoded in of_group["hyperparameters"].items():
+            value, own_value = decode(encoded, _without_values(stored)), own_group.get(key)
+            if not _is_alike(value, own_value):
+                problems.append(f"{key!r} of group {index} is {value!r:.100} in the checkpoint and {own_value!r:.100} here")
     members = [group["params"] for group in there.groups]
     problems += _group_problems(members, members_by_name(optimizer, names), members if model is None else model.groups)
     computes_in_main = isinstance(optimizer, DistributedOptimizer)
@@ -257,6 +274,24 @@ def _optimizer_problems(
                     "cannot hold"
                 )
     return problems
+
+
+def _without_values(stored: Stored) -> Find:
+    """Return a function that finds a tensor of a checkpoint, and reads nothing of it."""
+    return lambda name: torch.empty(stored.tensors[name].shape, device="meta")
+
+
+def _is_alike(there: Any, here: Any) -> bool:
+    """Return whether a hyperparameter can replace another: a number a number, in a tensor or not; a switch any value."""
+    if isinstance(here, tuple | list):
+        return isinstance(there, tuple | list) and len(there) == len(here) and all(map(_is_alike, there, here))
+    return not _is_number(here) or _is_number(there)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _group_problems(
@@ -345,6 +380,27 @@ class StoredOptimizer:
         state = {name: tuple(map(entry_from_json, one["entries"])) for one in values["state"] for name in one["params"]}
         computed_in = {name: dtype for dtype, names in values["computed_in"].items() for name in names}
         return cls(stored, values["class"], values["groups"], state, computed_in)
+
+    def problems(self) -> list[str]:
+        """Return the stored state that no parameter would get.
+
+        Raises:
+            ValueError: a number of the state is none; or another of ``UNREADABLE``.
+        """
+        known, plain = set(), []
+        for name, description in self.state.items():
+            for entry in description:
+                known.add(state_name(name, entry.key))
+                if entry.kind == "plain":
+                    plain.append(f"{state_name(name, entry.key)}.")
+                    decode(json.loads(entry.number[1]), _without_values(self.stored))
+                elif entry.kind in ("number", "tensor"):
+                    number_in(entry, torch.device("cpu"))
+        return [
+            f"{name!r} is in the checkpoint, and its optimizer does not know it"
+            for name in self.stored.tensors
+            if name.startswith(Prefix.STATE) and name not in known and not name.startswith(tuple(plain))
+        ]
 
     def dtype_of(self, name: str, entry: StateEntry, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of values per element here, where the optimizer computes in ``dtype``.

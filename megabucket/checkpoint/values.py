@@ -23,6 +23,9 @@ from megabucket.errors import ConfigError
 
 _PLAIN_DICTS: Final = (dict, OrderedDict, defaultdict, Counter)
 
+UNREADABLE: Final = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, AssertionError)
+"""What reading the values of a checkpoint may raise if they make no sense."""
+
 Keep = Callable[[str, torch.Tensor], None]
 """Stores a tensor under a name."""
 
@@ -93,7 +96,7 @@ def decode(value: Json, find: Find = _no_tensor) -> Any:
         find: returns the tensors that ``encode`` passed to ``keep``.
 
     Raises:
-        LookupError: a tensor is missing, or the JSON is not of ``encode``; then also TypeError, ValueError or RuntimeError.
+        LookupError: a tensor is missing, or the JSON is not of ``encode``; then also another of ``UNREADABLE``.
     """
     if isinstance(value, str) or not isinstance(value, Mapping | list):
         return value

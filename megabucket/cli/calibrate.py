@@ -32,7 +32,9 @@ def calibrate(
         list[CollectiveKind], typer.Option("--operation", help="measure this; may be repeated")
     ] = _OPERATIONS,
     dtypes: Annotated[list[str], typer.Option("--dtype", help="measure buffers of this dtype; may be repeated")] = ["float32"],  # noqa: B006
-    json: Annotated[bool, typer.Option("--json", help="print every repetition as JSON on stdout")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="print the link, with the seconds of every repetition, as JSON on stdout")
+    ] = False,
 ) -> None:
     """Measure collectives over sizes; start the ranks with torchrun -m megabucket calibrate ..."""
     from megabucket.measure.calibrate import CalibrationPlan, measure_link

@@ -24,6 +24,7 @@ _SHOWN = 20
 _Path = Annotated[Path, typer.Argument(help="a run's directory of checkpoints, or one checkpoint in it")]
 _Step = Annotated[int | None, typer.Option(min=0, help="this step; otherwise the one that 'latest' names")]
 _Json = Annotated[bool, typer.Option("--json", help="print the answer as JSON on stdout")]
+_Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace the step, or the weights, that are there already")]
 
 
 @app.command()
@@ -94,7 +95,7 @@ def reshard(
     ranks: Annotated[int, typer.Option(min=1, max=100_000, help="write it as this many ranks would")],
     step: _Step = None,
     max_file_mib: Annotated[int, typer.Option(min=1, max=4096, help="size of a file at most")] = 64,
-    overwrite: Annotated[bool, typer.Option(help="the step may be there already")] = False,
+    overwrite: _Overwrite = False,
     json: _Json = False,
 ) -> None:
     """Write a checkpoint again for another number of ranks. Any number can load any; this saves reading."""
@@ -123,17 +124,20 @@ def convert(
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(help="convert floating-point weights; only with --to safetensors"),
     ] = None,
+    overwrite: _Overwrite = False,
     json: _Json = False,
 ) -> None:
     """Convert the weights of a checkpoint to safetensors files as Hugging Face has them, or the other way round."""
     from megabucket.cli.output import notice_when_slow
-    from megabucket.errors import ConfigError
+    from megabucket.errors import CheckpointError, ConfigError
 
     if to == "safetensors":
         import torch
 
         from megabucket.checkpoint.convert.huggingface import export_weights
 
+        if not overwrite and any(out.glob("*.safetensors")):
+            raise CheckpointError(f"{out}: there are weights already; give another directory, or --overwrite to replace them")
         wanted = None if dtype is None else getattr(torch, dtype)
         with notice_when_slow("writing the weights"):
             written = export_weights(_open(source, step), out, dtype=wanted)
@@ -144,7 +148,7 @@ def convert(
     from megabucket.checkpoint.convert.huggingface import import_weights
     from megabucket.checkpoint.save import SaveSettings
 
-    settings = SaveSettings(keep_last=None)
+    settings = SaveSettings(keep_last=None, overwrite=overwrite)
     with notice_when_slow("writing the checkpoint"):
         checkpoint = import_weights(source, out, step=step or 0, settings=settings)
     _print_written([checkpoint], json=json)

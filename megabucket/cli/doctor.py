@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megabucket.cli.exit_codes import ExitCode
-from megabucket.cli.output import print_answer, progress, text_table
+from megabucket.cli.output import counted, print_answer, progress, text_table
 from megabucket.cli.workload import ConfigFile, Overrides
 from megabucket.errors import printable
 
@@ -39,7 +39,10 @@ def doctor(
 
 
 def _lines(report: Report) -> Iterator[str]:
-    yield f"{report.backend} on {report.device}, {report.num_ranks} rank{'' if report.num_ranks == 1 else 's'}"
+    if report.backend == "none":
+        yield f"one process without a process group, on {report.device}"
+    else:
+        yield f"{report.backend} on {report.device}, {counted(report.num_ranks, 'rank')}"
     yield report.outcome
     yield ""
     rows = [[line.status.value, line.question, printable(line.answer, 500), line.meaning] for line in report.lines]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -29,6 +30,7 @@ class ExitCode(enum.IntEnum):
     PEER_LOST = 5
     CHECKPOINT = 6
     INTERRUPTED = 130
+    CLOSED_PIPE = 141
     TERMINATED = 143
 
 
@@ -41,6 +43,7 @@ MEANINGS: Final = {
     ExitCode.PEER_LOST: "a peer went away or froze",
     ExitCode.CHECKPOINT: "a checkpoint cannot be written or read",
     ExitCode.INTERRUPTED: "interrupted (SIGINT)",
+    ExitCode.CLOSED_PIPE: "the reader of the output has ended (SIGPIPE)",
     ExitCode.TERMINATED: "terminated (SIGTERM)",
 }
 
@@ -92,6 +95,10 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
             raise typer.Exit(exit_code_of(error)) from None
         except KeyboardInterrupt:
             raise typer.Exit(ExitCode.INTERRUPTED) from None
+        except BrokenPipeError:
+            # As of `| head`. Python flushes stdout again at its end, and would complain.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(ExitCode.CLOSED_PIPE) from None
         finally:
             signal.signal(signal.SIGTERM, before)
 

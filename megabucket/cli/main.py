@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from megabucket import __version__
 from megabucket.cli.calibrate import calibrate
@@ -17,9 +18,29 @@ from megabucket.cli.profile import profile
 from megabucket.cli.report import report
 from megabucket.cli.simulate import simulate
 from megabucket.cli.tune import tune
+from megabucket.errors import printable
+
+
+class _Commands(typer.core.TyperGroup):
+    """The commands. Their errors about the value of an option contain the value."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            from pydantic import ValidationError
+
+            # typer lets pydantic check a value, and drops it from the message
+            if isinstance(error.__cause__, ValidationError):
+                value = error.__cause__.errors()[0]["input"]
+                error.message = f"{error.message.removeprefix('Input ')} (got {printable(repr(value), 60)})"
+            raise
+
 
 app = typer.Typer(
     name="megabucket",
+    cls=_Commands,
     help="Megatron's param-and-grad buffers, buckets and distributed optimizer: plan them, explain them, measure them.",
     epilog=f"\b\nExit codes:\n{exit_code_table()}",
     no_args_is_help=True,

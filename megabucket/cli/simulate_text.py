@@ -71,13 +71,9 @@ def _scaling_lines(outlook: Outlook) -> Iterator[str]:
 
 def _cut_lines(outlook: Outlook) -> Iterator[str]:
     yield ""
-    if outlook.setting.specs is not None:
-        yield "ddp:"
-        yield "  bucket_cuts:"
-        yield from (f"    - {printable(name, _NAME_CHARS)}" for name in outlook.cuts)
-    else:
-        names = ", ".join(printable(name, _NAME_CHARS) for name in outlook.cuts)
-        yield f"cuts after: {names}"
+    yield "ddp:"
+    yield "  bucket_cuts:"
+    yield from (f"    - {printable(name, _NAME_CHARS)}" for name in outlook.cuts)
 
 
 def _ms(seconds: float) -> str:

@@ -31,10 +31,19 @@ def tune(  # noqa: PLR0913, PLR0917 - one argument per option
     candidates: Annotated[int, typer.Option(min=1, help="plans to run besides the default")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="turns of each plan, paired with the default's")] = 10,
     steps: Annotated[int, typer.Option(min=1, help="steps that count in each turn")] = 2,
-    seconds: Annotated[float, typer.Option(min=0, help="begin no round after this time")] = 600.0,
+    seconds: Annotated[
+        float,
+        typer.Option(
+            min=0, help="begin no further round this long after start-up; calibration and one round always run to their end"
+        ),
+    ] = 600.0,
     json: Annotated[bool, typer.Option("--json", help="print the evidence as JSON on stdout")] = False,
 ) -> None:
-    """Find the bucket plan with the shortest step, measured; start the ranks with torchrun -m megabucket tune ..."""
+    """Find the bucket plan with the shortest step, measured; start the ranks with torchrun -m megabucket tune ...
+
+    Measures everything itself on these ranks: the collectives, the program's computation, then steps of the program with the
+    plans that are predicted to be best. The sections link and workload of the config are not read.
+    """
     from megabucket.measure.ranks import joined_ranks
     from megabucket.measure.tune import TunePlan, tune_program, write_tuning
 

@@ -231,14 +231,14 @@ class Communicator(ABC):
             InvariantError: the calls are of different kinds, or a shard is not this rank's part of its buffer.
         """
         batch = calls if isinstance(calls, Batch) else self.prepare(calls)
+        if not batch:
+            return DoneHandle()
         record = batch.record
         if record is None or record.label != label or record.num_ranks != self.size:
             self._check(batch, label)
-            if not batch or self.size == 1:
-                return DoneHandle()
             payload_bytes = sum(call.full.nbytes for call in batch)
             record = batch.record = CollectiveRecord(batch[0].kind, label, len(batch), payload_bytes, num_ranks=self.size)
-        return self._handle(batch, record, is_kept=batch is calls)
+        return DoneHandle() if self.size == 1 else self._handle(batch, record, is_kept=batch is calls)
 
     def launch(self, calls: Sequence[Call], *, label: str) -> Handle:
         """Start a launch of calls of one kind and return its handle. See ``handle``.

@@ -61,7 +61,7 @@ class Accelerator:
 
     def pinned(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Return pinned host memory, for asynchronous copies to and from the device."""
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
 
     def synchronize(self) -> None:
         """Wait until the device has done everything."""

@@ -62,7 +62,7 @@ class Gate:
             nonfinite: 0D, nonzero if a gradient is not finite, where only the device knows.
         """
         numbers = [kind, -kind, fingerprint, -fingerprint, flag, 0]
-        message = torch.tensor(numbers, dtype=torch.int64)
+        message = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         if self._accelerator is not None:
             # A copy to a device from pageable memory waits for its queue; a copy from pinned memory does not.
             message = self._accelerator.pinned(message.shape, message.dtype).copy_(message)

@@ -9,7 +9,7 @@ all-gather              every rank sends its part to each other rank; a larger o
                         each part, because gloo gathers into new memory and copies it
 ======================  =================================================================================================
 
-The bits are always those of gloo's own collectives. Figures: docs/decisions/gloo-exchanges.md.
+The bits are always those of gloo's own collectives. Figures: docs/decisions/gloo.md.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Plan:
     Collectives get aliases of tensors that C++ owns as well, so that gloo's threads never need the GIL to release them. A gloo
     thread drops its reference after the waiting thread has gone on. If Python were the only other owner, the drop would need
     the GIL: the thread would compete with backward for it, and at the end of the program it might never get it, which aborts
-    the process ("terminate called without an active exception"). See docs/decisions/gloo-tensors.md.
+    the process ("terminate called without an active exception"). See docs/decisions/gloo.md.
 
     Args:
         is_gloo: whether works behave like gloo's: C++ threads hold their tensors, and a wait may time out without harm.
@@ -75,7 +75,7 @@ class Plan:
         """Plan calls of one kind as torch's own collectives, as few as possible.
 
         Args:
-            can_coalesce_gathers: false over gloo, where it corrupts the heap (docs/decisions/gloo-coalesced-gather.md).
+            can_coalesce_gathers: false over gloo, where it corrupts the heap (docs/decisions/gloo.md).
         """
         alone = isinstance(calls[0], Broadcast) or (isinstance(calls[0], AllGather) and not can_coalesce_gathers)
         batches: dict[object, list[Call]] = {}

@@ -597,7 +597,7 @@ class Observations:
         for rank, beat in view.beats.items():
             peer = self._peers.get(rank)
             if peer is None:
-                peer, view_gap_s = self._peers.setdefault(rank, _Peer(beat)), 0.0
+                peer = self._peers[rank] = _Peer(beat, silent_s=-view_gap_s)  # 0 below
             peer.looks_at_dead = peer.looks_at_dead + 1 if self._is_gone(beat.process) else 0
             peer.silent_s = peer.silent_s + view_gap_s if beat.number == peer.beat.number else 0.0
             peer.beat = beat
@@ -615,11 +615,18 @@ class Observations:
             if is_dead and not beat.has_left:
                 crashed[rank] = f"died: process {beat.process.pid} on {beat.process.host} is gone{beat.last_seen}"
             elif is_dead or has_left_early:
-                left[rank] = (
-                    "left: its program ended, its process group was destroyed, or its wrapper was detached, after "
-                    f"{beat.num_launched} launches; this was launch {self._number}"
-                )
+                left[rank] = self._how_left(beat)
         return (crashed or left) if is_sure else {}
+
+    def left(self) -> dict[int, str]:
+        """Return the ranks that have left, also those that have launched the collective in question before."""
+        return {rank: self._how_left(peer.beat) for rank, peer in self._peers.items() if peer.beat.has_left}
+
+    def _how_left(self, beat: Beat) -> str:
+        return (
+            "left: its program ended, its process group was destroyed, or its wrapper was detached, after "
+            f"{beat.num_launched} launches; this was launch {self._number}"
+        )
 
     def silent(self, limit_s: float, verb: str = "froze") -> dict[int, str]:
         """Return the ranks that should write beats and have written none for ``limit_s``."""
@@ -782,7 +789,7 @@ class PeerWatch:
                 return self._too_late(wait)
             if time.monotonic() > deadline_s:
                 silent_s = limit_s - (self.heartbeat.every_s or 0.0)
-                states = wait.silent(silent_s, "went away") or wait.absent()
+                states = wait.silent(silent_s, "went away") or wait.left() or wait.absent()
                 return self._settle(wait, states, _first_sentence(failure))
             time.sleep(0.02)
         return finding

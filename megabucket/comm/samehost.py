@@ -13,7 +13,7 @@ all-gather              each rank reads the other ranks' parts into their places
 The bits are those of gloo's own collectives. The threads synchronize over Unix sockets: first they exchange the addresses of
 the tensors of a launch, so each knows that all have launched; then, after each stage, whether the reads succeeded. A job is
 done when all ranks have read, so after its own wait a rank may overwrite its memory, and no wait depends on another rank's
-wait. See docs/decisions/reading-peers.md.
+wait. See docs/decisions/gloo.md.
 """
 
 from __future__ import annotations

@@ -89,7 +89,9 @@ def discover_communicator(
     launched = os.environ.get("WORLD_SIZE", "1")
     if launched.isdigit() and int(launched) > 1:
         raise ProcessGroupMissingError(world_size=int(launched))
-    return LocalCommunicator()
+    alone = LocalCommunicator()
+    alone.progress = progress or alone.progress
+    return alone
 
 
 def process_group_of(ranks: Any) -> Communicator | dist.ProcessGroup:
@@ -315,7 +317,7 @@ class Link:
     def _abandon(self) -> None:
         self.worker.give_up()
         # The destructor of a gloo group joins threads that wait for the other ranks, up to the group's time limit. With a
-        # frozen rank, destroy_process_group() and the end of the program would take that long. See docs/decisions/liveness.md.
+        # frozen rank, destroy_process_group() and the end of the program would take that long. See docs/decisions/agreement.md.
         given = self._given()
         kept = self.own_groups or ([given] if given is not None else [])
         is_aborted = threading.Event()

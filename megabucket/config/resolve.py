@@ -342,7 +342,7 @@ def _overlap_entry(config: DistributedDataParallelConfig, dp_size: int, *, is_on
 
 @dataclass(frozen=True, slots=True)
 class StepPolicy:
-    """The behaviour of a wrapper in each step. Made once from its config; no other code reads config fields."""
+    """The behaviour of a wrapper in each step, as ``resolve_step`` derives it from the config."""
 
     is_sharded: bool
     """Whether gradients are reduce-scattered, and each rank owns one shard of the optimizer."""

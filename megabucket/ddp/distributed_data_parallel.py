@@ -46,7 +46,7 @@ from megabucket.ddp.wrap import (
 )
 from megabucket.errors import ConfigError, MegabucketError, PhaseError, log_once
 from megabucket.layout import ModelLayout
-from megabucket.layout.identity import ParamIdentity
+from megabucket.layout.identity import ParamIdentity, by_place
 from megabucket.trace import ProfilerRanges, Recorder, StepRecorder, StepTrace
 
 
@@ -124,7 +124,7 @@ class DistributedDataParallel(torch.nn.Module):
         forward = functools.partial(type(self).forward, self)
         self.forward = functools.wraps(module.forward)(forward)  # type: ignore[method-assign]
         try:
-            self._wrapping = self._wrap()
+            self._wrapping = self._wrap(self.ddp_config)
             self.register_load_state_dict_pre_hook(restore_prefix)  # type: ignore[no-untyped-call]
             _warn_without_overlap(self.communicator, self.ddp_config, self.layout)
             self._add_recorders()
@@ -137,8 +137,8 @@ class DistributedDataParallel(torch.nn.Module):
             self.detach()  # leaves the module as it was
             raise
 
-    def _wrap(self) -> Wrapping:
-        return Wrapping(self.module, self.ddp_config, self.ranks, groups=self._groups, on_load=self._note_load)
+    def _wrap(self, config: DistributedDataParallelConfig) -> Wrapping:
+        return Wrapping(self.module, config, self.ranks, groups=self._groups, on_load=self._note_load)
 
     def _add_recorders(self) -> None:
         progress, device = self.communicator.progress, self.param_and_grad_buffers[0].param_data.device
@@ -383,7 +383,7 @@ class DistributedDataParallel(torch.nn.Module):
         flats = [(buffer.layout.key.group, buffer.param_data) for buffer in self.param_and_grad_buffers]
         is_alone = self.communicator.size == 1
         others = [] if is_alone else list(unbuffered_state(self.module, self.param_names, self.identities))
-        call.by_group.update(entries_by_group(others))
+        call.by_group = entries_by_group(others)
         call.open()
         for group, tensor in [*flats, *((group, tensor) for _, group, tensor in others)]:
             for communicator in self.ranks.by_name[group].communicators:
@@ -392,10 +392,11 @@ class DistributedDataParallel(torch.nn.Module):
         self.sync.counters.note_broadcast()
 
     def _broadcast_copies(self) -> None:
-        """Make tied weights on different ranks equal, in the same order on all ranks."""
-        for param, name in sorted(self.param_names.items(), key=lambda item: self.identities[item[1]].global_name):
+        """Make tied weights on different ranks equal, frozen ones included, in the same order on all ranks."""
+        params = {name: param for name, param in self.module.named_parameters() if not param.is_meta}
+        for name in by_place(params.keys() & self.identities.keys(), self.identities):
             for along in self.identities[name].partial:
-                broadcast_replica(param.data, self.ranks.copies[along])
+                broadcast_replica(params[name], self.ranks.copies[along])
 
     # The wrapper as a module #
 
@@ -444,7 +445,8 @@ class DistributedDataParallel(torch.nn.Module):
         and ``rebuild`` is called again.
 
         Args:
-            config: with new fields for cutting buckets; all other fields must be unchanged.
+            config: with new fields for cutting buckets; all other fields must be unchanged. A rebuild that fails leaves the
+                old config.
 
         Raises:
             ConfigError: ``config`` differs in other fields, or cannot be honoured for the module.
@@ -464,16 +466,17 @@ class DistributedDataParallel(torch.nn.Module):
             optimizer.before_rebuild()
         try:
             self._wrapping.undo()
-            self.ddp_config = config
             torch.nn.Module.zero_grad(self.module)  # also parameters that were in no buffer
-            self._wrapping = self._wrap()
+            self._wrapping = self._wrap(config)
             self.sync.continue_from(before)
             before = self.sync  # if the broadcast breaks it, the next rebuild is refused
             if self.ddp_config.init_sync:
                 with self.sync.call("rebuild: parameters") as call:
                     self._broadcast(call)
+                    self._broadcast_copies()
             for optimizer in optimizers:
                 optimizer.after_rebuild()
+            self.ddp_config = config
         except BaseException as error:
             self._wrapping.undo()
             self._wrapping = Unwrapped(self.module, before, reason=f"{type(error).__name__}: {error}")
@@ -504,7 +507,7 @@ class DistributedDataParallel(torch.nn.Module):
             self.sync.check_between_steps("check_replicas()")
             self.finish_param_sync()
             params = params_of(self.module, self.identities)
-            call.by_group.update(entries_by_group((name, self.identities[name].group, param) for name, param in params.items()))
+            call.by_group = entries_by_group((name, self.identities[name].group, param) for name, param in params.items())
             call.open()
             failure = find_divergence(params, self.identities, self.ranks, step=self.sync.step)
         if not self.ranks.has_same_params:

@@ -12,10 +12,11 @@ import hashlib
 import json
 import marshal
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any, Final
 
 import torch
@@ -27,8 +28,9 @@ from megabucket.ddp.guards import Hyperparameters, Problem, texts_of
 from megabucket.errors import END_OF_STEP, MegabucketError, name_list
 
 RECORD_BYTES: Final = 16_384
-"""Room for one report; lists of names are cut to fit. After a failed step every rank receives the reports of all ranks."""
-
+"""Room for one report on up to 4,096 ranks; lists of names are cut to fit."""
+_LEAST_RECORD_BYTES: Final = 4_096  # with one name of each list every report fits
+_ALL_RECORDS_BYTES: Final = 1 << 26  # after a failed step every rank receives the reports of all ranks
 _NAMES_SENT: Final = (1_024, 512, 256, 128, 64, 32, 16, 8, 5, 1)  # names of each list: the largest number that fits
 _NAME_CHARS: Final = 200
 _TEXT_CHARS: Final = 2_000
@@ -76,14 +78,14 @@ class Report:
         """Whether the rank is at the end of a step, not in a call."""
         return self.doing == END_OF_STEP
 
-    def to_bytes(self) -> bytes:
-        """Return the report as JSON of at most ``RECORD_BYTES``; names and texts are cut as far as needed."""
+    def to_bytes(self, capacity_bytes: int = RECORD_BYTES) -> bytes:
+        """Return the report as JSON of at most ``capacity_bytes``; names and texts are cut as far as needed."""
         data = dataclasses.asdict(self)
         data["hyperparameters"] = texts_of(self.hyperparameters)
         for num_names in _NAMES_SENT:
             # Convert unknown types to text: a rank that failed to send its report would leave the others waiting.
             payload = json.dumps(_cut(data, num_names), separators=(",", ":"), default=str).encode()
-            if len(payload) <= RECORD_BYTES:
+            if len(payload) <= capacity_bytes:
                 break
         return payload
 
@@ -122,7 +124,7 @@ class Call:
         self._agree = agree
         self.entries: list[Entry] = []
         """Must be equal on all ranks."""
-        self.by_group: dict[str, Sequence[Entry]] = {}
+        self.by_group: Mapping[str, Sequence[Entry]] = {}
         """Must be equal on the ranks of each reduction group, and of each of ``copies``, by ``copies_key``."""
         self.is_open = False
 
@@ -322,6 +324,7 @@ class Fence:
         self._communicator, self._device, self._num_buckets = communicator, device, num_buckets
         self._gate = Gate(communicator, device=device) if communicator.size > 1 else None
         self._step_gate = self._gate if policy.has_fence else None  # at the end of a step
+        self._record_bytes = max(_LEAST_RECORD_BYTES, min(RECORD_BYTES, _ALL_RECORDS_BYTES // communicator.size))
         self._report: Report | None = None  # of the pending message
         self._is_nonfinite: torch.Tensor | None = None
         self._exchange: Exchange | None = None
@@ -345,7 +348,7 @@ class Fence:
             self._communicator.progress.phase = "fence"
             num_others = len(report.problems)
             if "nonfinite" in self.counters.problems:  # the answer has a place of its own for it
-                num_others, nonfinite = num_others - 1, torch.ones(())
+                num_others, nonfinite = num_others - 1, torch.ones((), device="cpu")
             flag = _IS_BROKEN if num_others > 0 else _STOP_IS_WANTED * self.counters.wants_stop
             self._step_gate.send(_END_KIND, report.fingerprint, flag=flag, label="fence", nonfinite=nonfinite)
             if report.problems:
@@ -384,8 +387,8 @@ class Fence:
         if self._exchange is None:
             self._exchange = Exchange(
                 self._communicator,
-                report.to_bytes(),
-                capacity_bytes=RECORD_BYTES,
+                report.to_bytes(self._record_bytes),
+                capacity_bytes=self._record_bytes,
                 device=self._device,
                 label="step report",
             )
@@ -535,8 +538,8 @@ def _disagreements(step: int, reports: Sequence[Report]) -> Iterator[MegabucketE
     for name, kind, what in _COMPARED:
         values = [getattr(report, name) for report in reports]
         if name == "kept":
-            in_order = dict.fromkeys(kept for value in values for kept in value)
-            odd = [kept for kept in in_order if any(kept not in value for value in values)]
+            num_ranks = Counter(chain.from_iterable(map(frozenset, values)))
+            odd = [kept for kept in dict.fromkeys(chain.from_iterable(values)) if num_ranks[kept] < len(values)]
             values = [int(bool(odd) and odd[0] in value) for value in values]
             what = what.format(names=name_list(odd))  # noqa: PLW2901 - the same text with names
         by_rank = tuple(map(int, values))
@@ -563,8 +566,9 @@ def _differing_hyperparameters(reports: Sequence[Report]) -> Iterator[tuple[str,
 
 def _unused(step: int, num_buckets: int, reports: Sequence[Report]) -> Iterator[MegabucketError]:
     found = _problems_of(reports, errors.UnusedParameterError)
+    names = [(rank, frozenset(fields["params"])) for rank, fields in found]
     for _, fields in found[:1]:
-        ranks_of = {name: [rank for rank, other in found if name in other["params"]] for name in fields["params"]}
+        ranks_of = {name: [rank for rank, others in names if name in others] for name in fields["params"]}
         ranks = ranks_of[fields["params"][0]]
         yield errors.UnusedParameterError(
             step=step,

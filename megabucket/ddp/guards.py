@@ -109,6 +109,11 @@ class ModelWatch:
             return Problem(DetachedGradError.__name__, {"params": list(self._detached_grads())})
         return None
 
+    def forget_other_grads(self) -> None:
+        """Clear gradients of parameters in no buffer, such as an unfrozen one: an optimizer may hold these parameters."""
+        for param in set(self._module.parameters()).difference(self._trained):
+            param.grad = None
+
     def _has_same_children(self) -> bool:
         # An iterator, because a list of thousands of objects would trigger the garbage collector.
         children = chain.from_iterable(map(_values, self._children))

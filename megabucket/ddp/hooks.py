@@ -262,6 +262,6 @@ class _EndOfBackward:
         if follower is not None and self.watch.running == self.backward:
             self.watch.has_failed = True
             # In a device thread of autograd, unknown to Python, the caller may already have the exception and go on: its next
-            # call notifies the other ranks. See docs/decisions/failed-backwards.md.
+            # call notifies the other ranks. See docs/decisions/agreement.md.
             if not isinstance(threading.current_thread(), threading._DummyThread):
                 follower.abandon_backward()

@@ -15,16 +15,18 @@ from megabucket.comm import AllReduce, Broadcast, Communicator, Exchange, Reduce
 from megabucket.ddp.fence import Entry
 from megabucket.ddp.groups import RankGroups, buffer_groups
 from megabucket.errors import ConfigError, PhaseError, ReplicasDivergedError, log_once, name_list
-from megabucket.layout.identity import ParamIdentity
+from megabucket.layout.identity import ParamIdentity, by_place
 
 
 def broadcast_replica(tensor: torch.Tensor, communicator: Communicator) -> None:
     """Copy a tensor of the group's first rank to all ranks."""
     if communicator.size > 1:
-        dense = tensor if tensor.is_contiguous() else tensor.contiguous()
+        # An expanded dimension has one element in memory; torch refuses to write through the expanded view.
+        single = tensor.detach()[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
+        dense = single.contiguous()
         communicator.launch([Broadcast(dense)], label="initial broadcast").wait()
-        if dense is not tensor:
-            tensor.copy_(dense)
+        if dense is not single:
+            single.copy_(dense)
 
 
 def params_of(module: torch.nn.Module, identities: Mapping[str, ParamIdentity]) -> dict[str, torch.nn.Parameter]:
@@ -77,9 +79,7 @@ def unbuffered_state(
                 "equal yourself and pass init_sync=False, or use a dense tensor."
             )
         if not tensor.is_meta:
-            # An expanded dimension has one element in memory; torch refuses to write through the expanded view.
-            single = tensor.detach()[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
-            yield name, group_of[name], single
+            yield name, group_of[name], tensor
 
 
 @contextmanager
@@ -134,7 +134,7 @@ def find_divergence(
     for group, reduction in ranks.by_name.items():
         of_group = {f"{name!r}": number for name, number in sums.items() if identities[name].group == group}
         found += [compare(of_group, communicator) for communicator in reduction.communicators]
-    names = sorted(params, key=lambda name: (identities[name].global_name, identities[name].offset))
+    names = by_place(params, identities)
     for along, communicator in ranks.copies.items():
         copies = [name for name in names if along in identities[name].copies]
         where = f"copies along {along!r}"

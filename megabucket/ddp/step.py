@@ -610,6 +610,8 @@ class GradSync:
                 group.readiness.end_step(unlearns=True)  # the number of gradients has changed, probably in other groups too
         if error is not None:
             self.last_error = self.dropped = error
+            if self._watch is not None:
+                self._watch.forget_other_grads()
         if not is_counted:
             self.step += 1
         self.counters.start_step(is_over=error is not None)

@@ -32,6 +32,7 @@ from megabucket.errors import (
     AlreadyWrappedError,
     ConfigError,
     LateGradientError,
+    MegabucketError,
     ModelChangedError,
     NonFiniteGradientError,
     NoTrainableParametersError,
@@ -42,7 +43,7 @@ from megabucket.errors import (
     name_list,
 )
 from megabucket.layout import ModelLayout, ParamSpec, build_layout, launch_order
-from megabucket.layout.identity import IdentityOf, ParamIdentity, check_identities
+from megabucket.layout.identity import IdentityOf, ParamIdentity, by_place, check_identities
 from megabucket.units import DTYPE_BYTES
 
 _CUTTING_FIELDS: Final = frozenset(
@@ -232,23 +233,24 @@ def partial_entries(
     layout: ModelLayout,
     ranks: RankGroups,
 ) -> dict[str, list[Entry]]:
-    """Return, for each of ``ranks.copies``, entries of the parameters whose gradients its ranks sum.
+    """Return, for each of ``ranks.copies``, entries of the parameters whose gradients its ranks sum, frozen ones included.
 
     With shards each rank sums the part that it owns, so the parameters must have equal places in their buckets, and the ranks
     must own the same shard.
     """
     entries: dict[str, list[Entry]] = {copies_key(along): [] for along in ranks.copies}
     slots = {name: buffer for buffer in layout.buffers for name in buffer.params}
-    for name in sorted(params, key=lambda name: (identities[name].global_name, identities[name].offset)):
-        identity, buffer = identities[name], slots[name]
-        dtypes = f"{buffer.key.param_dtype} with gradients of {buffer.key.grad_dtype}"
-        entry: Entry = (identity.global_name, "at", identity.offset, "shape", tuple(params[name].shape), dtypes)
-        if ranks.by_name[identity.group].policy.is_sharded:
-            slot = buffer.params[name]
-            bucket = buffer.buckets[slot.bucket]
-            where = f"from element {slot.start - bucket.start} of a bucket of {bucket.numel}"
-            shard = f"as shard {ranks.by_name[identity.group].communicator.rank} of {buffer.num_shards}"
-            entry = (*entry, where, shard, "(param.shared_embedding = True gives it a bucket of its own)")
+    for name in by_place((name for name in params if identities[name].partial), identities):
+        identity, facts = identities[name], ["frozen"]
+        if (buffer := slots.get(name)) is not None:
+            facts = [f"with gradients of {buffer.key.grad_dtype}"]
+            if ranks.by_name[identity.group].policy.is_sharded:
+                slot = buffer.params[name]
+                bucket = buffer.buckets[slot.bucket]
+                facts.append(f"from element {slot.start - bucket.start} of a bucket of {bucket.numel}")
+                facts.append(f"as shard {ranks.by_name[identity.group].communicator.rank} of {buffer.num_shards}")
+                facts.append("(param.shared_embedding = True gives it a bucket of its own)")
+        entry = _entry_of(f"{identity.global_name} at {identity.offset} of shape", params[name], *facts)
         for along in identity.partial:
             entries[copies_key(along)].append(entry)
     return entries
@@ -438,8 +440,9 @@ def prepare_rebuild(wrapping: Wrapping | Detached, *, num_optimizers: int, obsta
         StepMismatchError: other ranks take a step.
         PeerFailedError: another rank cannot rebuild its module, or has failed in the step.
     """
+    failure: MegabucketError | None = obstacle
     if isinstance(wrapping, Unwrapped):
-        sync, description, failure = wrapping.sync_before, "a module that no rebuild has wrapped yet", obstacle
+        sync, description = wrapping.sync_before, "a module that no rebuild has wrapped yet"
     else:
         sync, description, failure = wrapping.sync, "a wrapped module", obstacle or wrapping.find_obstacle()
         # First, because in an open step ranks may have launched different numbers of buckets. Its gradients are not wanted, and
@@ -476,7 +479,8 @@ def _agree_on_model(
         by_group = model_entries(module, config, identities)
         for of_group in by_group.values() if len(ranks.by_name) > 1 else ():
             of_group.append(("groups of the buckets, in launch order", *order))
-        call.by_group = {**by_group, **partial_entries(params, identities, layout, ranks)}
+        copies = partial_entries(dict(module.named_parameters()), identities, layout, ranks)
+        call.by_group = {**by_group, **copies}
     if not ranks.has_same_params:
         _check_claims(module, identities, ranks, None if groups is None else groups.identity)
     return params, identities, layout

@@ -81,6 +81,38 @@ _HYPERPARAMETERS: Final = (
 )
 """Fields that the torch optimizer must agree with, where they are set."""
 
+_REASONS: Final = {
+    ("num_distributed_optimizer_instances", "tensor_model_", "pipeline_model_", "expert_tensor_"): _MODEL_PARALLEL,
+    ("use_megatron_fsdp", "use_custom_fsdp", "fsdp_", "data_parallel_sharding", "outer_dp_"): "parameters are not sharded",
+    ("suggested_communication_unit", "preserve_fp32_", "keep_fp8_", "gradient_reduce_div_"): "parameters are not sharded",
+    ("nccl_ub", "disable_symmetric_registration"): "memory is not registered with NCCL",
+    ("fp8_", "reuse_grad_buf_for_mxfp8_"): "there are no fp8 parameters",
+    ("align_param_gather",): "there are no later pipeline stages",
+    ("cuda_graph_impl",): "backward runs Python hooks, which a captured graph leaves out",
+    ("decoupled_lr", "decoupled_min_lr", "apply_wd_to_qk_"): "use groups of the torch optimizer",
+    ("use_distributed_optimizer",): "as in the config of the wrapper",
+    _HYPERPARAMETERS: "as in the torch optimizer",
+    ("optimizer", "use_precision_aware_", "overlap_param_gather_with_", "config_logger_dir"): "there is no such update",
+}
+"""Why fields are refused, by the beginnings of their names; the first that fits."""
+
+_CHECKPOINT: Final = "call megabucket.{}_checkpoint(path, ddp.wrapper, optimizer.optimizer), which also has the weights"
+_INSTEAD: Final = {
+    "bucket_groups": "read ddp.wrapper.bucket_groups",
+    "expert_parallel_bucket_groups": "read ddp.wrapper.bucket_groups, which has those of experts as well",
+    "expert_parallel_buffers": "read ddp.wrapper.param_and_grad_buffers, which has those of experts as well",
+    "load_parameter_state": _CHECKPOINT.format("load"),
+    "param_to_bucket_group": "read ddp.wrapper.bucket_groups",
+    "remove_forward_pre_hook_handles": "drop it: forward always waits for the parameter gather",
+    "save_parameter_state": _CHECKPOINT.format("save"),
+    "split_state_dict_if_needed": "drop it: state_dict() and load_state_dict() are about whole parameters",
+}
+"""Names of Megatron's that the adapter lacks, and what to do instead."""
+
+
+def _missing(owner: object, name: str) -> AttributeError:
+    return AttributeError(f"{type(owner).__name__} of the adapter has no {name}; {_INSTEAD[name]}", name=name, obj=owner)
+
 
 class DistributedDataParallel(_BaseDataParallel):
     """Megatron's wrapper, with its arguments, over megabucket's, which is ``wrapper``.
@@ -132,6 +164,12 @@ class DistributedDataParallel(_BaseDataParallel):
                 for param in layer.parameters():
                     if param.requires_grad and getattr(param, "skip_backward_post_hook", False):
                         register(functools.partial(self.wrapper.grad_ready, param))
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute as torch's modules do, or say what stands in for one of Megatron's."""
+        if name in _INSTEAD:
+            raise _missing(self, name)
+        return super().__getattr__(name)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module."""
@@ -225,6 +263,12 @@ class DistributedOptimizer(MegatronOptimizer):
         self.optimizer: mb.DistributedOptimizer
         self.is_stub_optimizer = False
         self.grad_scaler = _scaler_for(config)
+
+    def __getattr__(self, name: str) -> Any:
+        """Say what stands in for an attribute of Megatron's."""
+        if name in _INSTEAD:
+            raise _missing(self, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def step(self) -> tuple[bool, float, int | None]:
         """Clip, update and gather; return whether parameters changed, the norm before clipping, and the zeros if counted."""
@@ -336,10 +380,18 @@ def _check_fields(config: Any, supported: Mapping[str, Any]) -> None:
         ConfigError: there is one.
     """
     found = {name: getattr(config, name) for name in supported}
-    problems = [f"{name}={found[name]!r} (must be {value!r})" for name, value in supported.items() if found[name] != value]
+    problems = [
+        f"{name}={found[name]!r} (must be {value!r}: {_reason(name)})"
+        for name, value in supported.items()
+        if found[name] != value
+    ]
     if problems:
         text = f"{type(config).__name__} has values that are not supported: {', '.join(problems)}"
-        raise ConfigError(f"{text}. The reasons are in docs/migrate/megatron.md.", problems=problems)
+        raise ConfigError(f"{text}. All refused fields are in docs/migrate/megatron.md.", problems=problems)
+
+
+def _reason(field: str) -> str:
+    return next((why for beginnings, why in _REASONS.items() if field.startswith(beginnings)), "not known to the adapter")
 
 
 def _scaler_for(config: OptimizerConfig) -> mb.ConstantGradScaler | mb.DynamicGradScaler | None:

@@ -13,7 +13,7 @@ replica checks, tied weights and checkpoints know about parallelism only from th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,11 @@ class ParamIdentity:
 
 IdentityOf = Callable[[str, Any], ParamIdentity | None]
 """Returns the identity for a local name and a parameter; ``None`` for the plain one."""
+
+
+def by_place(names: Iterable[str], identities: Mapping[str, ParamIdentity]) -> list[str]:
+    """Return local names in the order of their places in the whole model, which is the same on all ranks with copies."""
+    return sorted(names, key=lambda name: (identities[name].global_name, identities[name].offset))
 
 
 def plain_identity(name: str, shape: tuple[int, ...]) -> ParamIdentity:

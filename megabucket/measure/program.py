@@ -28,7 +28,7 @@ from megabucket.buffer import dtype_name
 from megabucket.checkpoint.capture import TrainingParts
 from megabucket.checkpoint.restore import mismatches
 from megabucket.checkpoint.stored import StoredCheckpoint
-from megabucket.checkpoint.values import decode
+from megabucket.checkpoint.values import UNREADABLE, decode
 from megabucket.comm import Communicator, LocalCommunicator
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.ddp import DistributedDataParallel
@@ -97,9 +97,15 @@ def load_workload_config(workload: WorkloadFunction, path: Path | None, override
     """Read a config with the class that the workload's annotation names.
 
     Raises:
-        ConfigError: anything wrong with the file, an override or a value.
+        ConfigError: anything wrong with the file, an override or a value, or the annotations cannot be read.
     """
-    schema = get_type_hints(workload).get("config", RunConfig)
+    try:
+        schema = get_type_hints(workload).get("config", RunConfig)
+    except Exception as error:  # annotations are the user's own code
+        raise ConfigError(
+            f"--workload: the annotations of the function cannot be read: {type(error).__name__}: {printable(str(error))}. "
+            "Give a plain function, and import what its annotations name at run time, not under TYPE_CHECKING"
+        ) from error
     is_known = isinstance(schema, type) and issubclass(schema, RunConfig)
     config: RunConfig = load_run(path, overrides, schema if is_known else RunConfig)
     return config
@@ -183,6 +189,6 @@ def load_problems(workload: WorkloadFunction, config: RunConfig, stored: StoredC
         trainee.ddp.detach()
     try:
         position = decode(stored.values.get("data_position"))
-    except LookupError:  # with tensors in it, which are not read
+    except UNREADABLE:  # with tensors in it, which are not read; what makes no sense is among the problems
         position = None
     return [*problems, *trainee.program.check_resume(stored.step, position)]

@@ -72,7 +72,8 @@ def joined_ranks(environment: Mapping[str, str], fabric: FabricConfig | None = N
         note: called on the first rank only.
 
     Raises:
-        ConfigError: a variable is missing or not a number, or the ranks are not all on one machine and a fabric is given.
+        ConfigError: a variable is missing, not a number or out of range, or the ranks are not all on one machine and a fabric
+            is given.
     """
     is_launched = "RANK" in environment or "WORLD_SIZE" in environment
     rank, num_ranks, local_rank, num_local_ranks = (
@@ -80,6 +81,12 @@ def joined_ranks(environment: Mapping[str, str], fabric: FabricConfig | None = N
         if is_launched
         else (0, 1, 0, 1)
     )
+    for name, number, count in (("RANK", rank, num_ranks), ("LOCAL_RANK", local_rank, num_local_ranks)):
+        if number >= count:
+            size = name.replace("RANK", "WORLD_SIZE")
+            raise ConfigError(
+                f"the launcher's variables {name}={number} and {size}={count} disagree: ranks count from 0; start with torchrun"
+            )
     device = torch.device("cpu")
     if fabric is None and torch.cuda.is_available():
         # SLURM shows each process one GPU, its own.

@@ -61,7 +61,7 @@ class TunePlan:
         num_candidates: plans that run for real, besides the default.
         num_rounds: turns of each of them; paired by round.
         steps_per_turn: steps that count.
-        max_s: no round begins after this many seconds.
+        max_s: no round but the first begins later than this after the start of the calibration, which is not cut short.
         all_modes: search in both modes, not only in the config's.
     """
 
@@ -115,13 +115,20 @@ class Tuning:
                 row |= {"gain": found.gain, "gain_low": found.low, "gain_high": min(found.high, 1e9), "p_value": found.p_value}
                 row |= {"num_faster": found.num_faster, "num_rounds": found.num_rounds}
             rows.append(row)
-        return {"choice": self.decision.choice, "is_default": self.decision.is_default, "facts": self.facts, "candidates": rows}
+        decision = {
+            name: getattr(self.decision, name) for name in ("choice", "is_default", "is_undecided", "num_rounds_needed")
+        }
+        return {**decision, "facts": self.facts, "candidates": rows}
 
     @property
     def summary(self) -> tuple[str, str]:
         """The decision, and where and on how many plans it rests."""
         counts = f"{len(self.candidates)} plans predicted, {len(self.seconds)} run"
         where = f"{self.facts['num_ranks']} ranks, {self.facts['backend']}; {counts}"
+        if self.decision.is_undecided:
+            done, needed = self.decision.num_rounds, self.decision.num_rounds_needed
+            advice = f"give more --seconds and at least --rounds {needed}, or fewer --candidates"
+            return f"undecided: rounds done {done}, needed {needed}; the config stays as it is. To decide, {advice}", where
         if (chosen := self.decision.chosen) is None:
             return "no candidate is better than the default beyond noise; the config stays as it is", where
         interval = f"{chosen.low:.1%} to {chosen.high:.1%}, sign test p = {chosen.p_value:.2g}"

@@ -127,6 +127,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _begin_on_shards(self) -> None:
         policy, grads = self.ddp.policy, [buffer.grad_data for buffer in self.ddp.param_and_grad_buffers]
         self._has_norm = self.sharding.check_norm(is_wanted=False)
+        pieces = chain.from_iterable(shard.pieces() for shard in self.sharding.shards if shard.counts)
+        self._counted_numel = sum(piece.in_segment.numel for piece in pieces)  # without alignment gaps
         self._kernels = find_kernels(self._settings["kernels"], grads[0].device)
         self.global_norm = self._norm_of_type(self._settings["norm_type"])
         # Sums of float16 may overflow, and nothing else tests them after a reduce-scatter.
@@ -287,8 +289,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise PhaseError("step() was called twice on the same gradients; run backward and zero_grad() between two steps.")
         try:
             self.sharding.check_is_current()
-            if not self._has_norm:
-                self.sharding.check_norm(is_wanted=self.clip_grad > 0)
+            if not self._has_norm and self.clip_grad > 0:
+                self.sharding.check_norm(is_wanted=True)
             self.sharding.check_shards_are_untouched()
             check_learning_rates(self.torch_optimizer.param_groups)
             hyperparameters = read_hyperparameters(self.torch_optimizer.param_groups)
@@ -362,8 +364,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         sync, num_zeros = self.ddp.sync, None
         if self._settings["returns_num_zeros"]:
-            numel = sum(piece.in_segment.numel for shard in self.sharding.shards if shard.counts for piece in shard.pieces())
-            num_zeros = self.global_norm.num_zeros(self._counted(grads), numel=numel)
+            num_zeros = self.global_norm.num_zeros(self._counted(grads), numel=self._counted_numel)
         try:
             if max_norm > 0:
                 clip_by_norm(grads, norm=norm, max_norm=max_norm, scale=self._kernels.scale)

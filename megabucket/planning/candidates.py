@@ -195,11 +195,19 @@ class Decision:
     choice: str
     comparisons: tuple[Comparison, ...]
     min_gain: float
+    num_rounds: int
+    num_rounds_needed: int
+    """With fewer rounds no candidate is beyond noise, even if it was faster in all of them."""
 
     @property
     def is_default(self) -> bool:
         """Whether everything stays as it is."""
         return self.choice == DEFAULT
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether there were candidates, and too few rounds to prefer one of them."""
+        return bool(self.comparisons) and self.num_rounds < self.num_rounds_needed
 
     @property
     def chosen(self) -> Comparison | None:
@@ -228,7 +236,8 @@ def decide(seconds: Mapping[str, Sequence[float]], *, min_gain: float = 0.01, co
     comparisons = tuple(_compare(name, default_s, seconds[name], error=error) for name in others)
     better = [each for each in comparisons if each.is_beyond_noise and each.gain >= min_gain]
     best = max(better, key=lambda each: each.gain, default=None)
-    return Decision(DEFAULT if best is None else best.name, comparisons, min_gain)
+    needed = math.ceil(math.log2(2 / error))  # where faster in all of n rounds is beyond noise: 2**-n <= error / 2
+    return Decision(DEFAULT if best is None else best.name, comparisons, min_gain, len(default_s), needed)
 
 
 def sign_test(num_faster: int, num_rounds: int) -> float:

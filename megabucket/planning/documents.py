@@ -22,10 +22,9 @@ KeyPath: TypeAlias = "tuple[str | int, ...]"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 without its octal and hexadecimal numbers, and without a key that is given twice.
+    """YAML 1.2 without octal and hexadecimal numbers, anchors and aliases, and without a key that is given twice.
 
-    ``1e-4`` is a float and ``yes`` is text. So is a number that YAML versions read differently (``010``, ``1:30``, ``4_0``),
-    which no section accepts for a number.
+    ``1e-4`` is a float, and ``yes`` and ``1:30`` are text. ``010``, which is ten or eight, is refused.
     """
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - of PyYAML
@@ -34,17 +33,34 @@ class _Loader(yaml.SafeLoader):
         """Return the values of a mapping."""
         lines: dict[str, int] = {}
         for key, _ in node.value:
-            line = key.start_mark.line + 1
-            if isinstance(key, yaml.ScalarNode) and lines.setdefault(key.value, line) != line:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in lines:
                 problem = f"the key {quoted(key.value)} is given twice, first in line {lines[key.value]}; keep one of them"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            lines[key.value] = key.start_mark.line + 1
         return super().construct_mapping(node, deep)
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Return the next node."""
+        event: yaml.Event = self.peek_event()  # type: ignore[no-untyped-call]
+        if getattr(event, "anchor", None) is not None:
+            problem = "anchors (&) and aliases (*) are not read, as an override would change both places; write it twice"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+        return super().compose_node(parent, index)
+
+    def refuse_leading_zero(self, node: yaml.ScalarNode) -> Any:
+        """Refuse a whole number whose base depends on the version of YAML."""
+        decimal = node.value[0].strip("0123456789") + (node.value.lstrip("+-0") or "0")
+        problem = f"{quoted(node.value)} is octal in some versions of YAML; write {decimal} for a number, or quote the text"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
 
 for _name, _pattern, _first in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     ("int", r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789")),
+    ("leading-zero", r"[-+]?0[0-7]+", list("-+0")),
     (
         "float",
         r"[-+]?((\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(inf|Inf|INF))",
@@ -53,6 +69,7 @@ for _name, _pattern, _first in (
     ("float", r"\.(nan|NaN|NAN)", ["."]),
 ):
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(rf"(?:{_pattern})\Z"), _first)
+_Loader.add_constructor("tag:yaml.org,2002:leading-zero", _Loader.refuse_leading_zero)
 
 
 @dataclass(frozen=True)
@@ -115,7 +132,7 @@ def parse_yaml(text: bytes | str, *, source: Path | str) -> Any:
         source: what errors call the text; a file is named with the line.
 
     Raises:
-        ConfigError: the text is not YAML, or has a key twice.
+        ConfigError: the text is not YAML, or has a key twice, an alias, or a whole number that begins with a zero.
 
     >>> parse_yaml("lr: 1e-4", source="x.yaml")
     {'lr': 0.0001}
@@ -138,9 +155,10 @@ def read_json(path: Path, *, max_bytes: int, what: str) -> Any:
     Raises:
         ConfigError: the file cannot be read, is larger than ``max_bytes``, or is not JSON.
     """
+    raw = read_limited(path, max_bytes=max_bytes, advice=f", the limit for {what}")
     try:
-        return json.loads(read_limited(path, max_bytes=max_bytes, advice=f", the limit for {what}"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:  # of a number of thousands of digits as well
         raise ConfigError(f"{path}: not valid JSON: {printable(str(error))}") from None
 
 

@@ -1,18 +1,21 @@
 """Read the ``config.json`` of a Hugging Face model as one of our decoders. No torch, no transformers.
 
-Knows per ``model_type`` which keys of the file are which of our fields; a key that is null or absent leaves our default.
+Knows per ``model_type`` which keys of the file are which of our fields; a key that is null or absent leaves our default, and
+a notice says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from pydantic import ValidationError
 
-from megabucket.errors import ConfigError, printable
+from megabucket.config.ddp import Section
+from megabucket.errors import ConfigError, log_once, printable
 from megabucket.planning.documents import read_json
 from megabucket.planning.model_config import GptConfig, HfConfig, LlamaConfig, MoeConfig
 
@@ -79,8 +82,13 @@ class _Reader(NamedTuple):
     """Keys of the file with the one value, also its default, for which we know the parameters."""
 
 
+# DeepSeek's files have the keys of plain attention as well, without a meaning.
+_PLAIN_ATTENTION: Final = ("num_kv_heads", "head_size")
 _DEEPSEEK_READER: Final = _Reader(
-    MoeConfig, {**_LLAMA, **_DEEPSEEK}, {"kind": "moe"}, {"moe_layer_freq": 1, "attention_bias": False}
+    MoeConfig,
+    {**{name: key for name, key in _LLAMA.items() if name not in _PLAIN_ATTENTION}, **_DEEPSEEK},
+    {"kind": "moe"},
+    {"moe_layer_freq": 1, "attention_bias": False},
 )
 _READERS: Final[Mapping[str, _Reader]] = MappingProxyType(
     {
@@ -126,15 +134,33 @@ def read_hf_config(config: HfConfig) -> GptConfig | LlamaConfig | MoeConfig:
     fields = {name: value for name, value in fields.items() if name in reader.section.model_fields}
     if not fields.get("num_dense_layers"):
         fields.pop("dense_ffn_size", None)
-    if "mla" in fields:  # DeepSeek's files have the keys of plain attention as well, without a meaning
-        fields = {name: value for name, value in fields.items() if name not in ("num_kv_heads", "head_size")}
-    dtype = config.dtype or values.get("dtype") or values.get("torch_dtype") or "float32"
+    dtype_key = "torch_dtype" if "torch_dtype" in values and "dtype" not in values else "dtype"
+    dtype = config.dtype or values.get(dtype_key) or "float32"
     fields["dtype"] = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
     try:
-        return reader.section.model_validate(fields)
+        decoder = reader.section.model_validate(fields)
     except ValidationError as error:
         problems = (_problem(detail, reader.keys) for detail in error.errors(include_url=False))
         raise ConfigError(f"{source}: {'; '.join(problems)}") from None
+    found = {**dict(_values_by_key(decoder, reader.keys)), **reader.only}
+    _note_defaults(source, values, found if config.dtype else {**found, dtype_key: decoder.dtype})
+    return decoder
+
+
+def _values_by_key(decoder: Section, keys: _Keys) -> Iterator[tuple[str, Any]]:
+    """Yield the values that a decoder was made of, by the keys of the file."""
+    for name, key in keys.items():
+        if name in type(decoder).model_fields:
+            value = getattr(decoder, name)
+            yield from [(key, value)] if isinstance(key, str) else _values_by_key(value, key)
+
+
+def _note_defaults(source: str, values: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Log which keys were read and which were not there: a misspelt one is among them."""
+    read = ", ".join(key for key in found if key in values)
+    assumed = ", ".join(f"{key}={json.dumps(value)}" for key, value in found.items() if key not in values)
+    if assumed:
+        log_once(f"{printable(source)}: read {read}; not given, so the default counts: {assumed}")
 
 
 def _fields(values: Mapping[str, Any], keys: _Keys) -> dict[str, Any]:

@@ -198,7 +198,20 @@ class ReplicatedLink(Link):
         if kind is not CollectiveKind.REDUCE_SCATTER:
             return inside
         over = self._over(num_ranks).affine(CollectiveKind.ALL_REDUCE, self.num_instances, dtype)
-        return Affine(inside.latency_s + over.latency_s, inside.seconds_per_byte + over.seconds_per_byte / num_ranks)
+        return _both(inside, over, num_ranks)
+
+    def least(self, kind: CollectiveKind, num_ranks: int, dtype: str, most_bytes: float) -> Affine:
+        """Return the least of both collectives together."""
+        inside = self.link.least(kind, self._inside(kind, num_ranks), dtype, most_bytes)
+        if kind is not CollectiveKind.REDUCE_SCATTER:
+            return inside
+        over = self._over(num_ranks).least(CollectiveKind.ALL_REDUCE, self.num_instances, dtype, most_bytes / num_ranks)
+        return _both(inside, over, num_ranks)
+
+    @property
+    def is_affine(self) -> bool:
+        """As the link between the ranks is."""
+        return self.link.is_affine
 
     def _inside(self, kind: CollectiveKind, num_ranks: int) -> int:
         """Return the ranks that take part in the first collective."""
@@ -210,6 +223,11 @@ class ReplicatedLink(Link):
         if not isinstance(self.link, TwoLevelLink):
             return self.link
         return self.link.model_copy(update={"ranks_per_node": max(1, self.link.ranks_per_node // num_ranks)})
+
+
+def _both(inside: Affine, over: Affine, num_shards: int) -> Affine:
+    """Return the line of a collective and of one of its shard behind it."""
+    return Affine(inside.latency_s + over.latency_s, inside.seconds_per_byte + over.seconds_per_byte / num_shards)
 
 
 # Measured tables #

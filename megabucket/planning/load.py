@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from megabucket.config.ddp import Section
 from megabucket.errors import ConfigError, printable, quoted
-from megabucket.planning.documents import Document, KeyPath, find_file, parse_yaml, read_yaml
+from megabucket.planning.documents import MAX_BYTES, Document, KeyPath, find_file, parse_yaml, read_json, read_yaml
 from megabucket.planning.model_config import model_section
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ def load_run(source: Path | str | None, overrides: Sequence[str], schema: type[C
     """Return a validated run, with ``key=value`` overrides applied.
 
     Args:
-        source: a YAML file; the name of a preset (``gpt2-124m``); a Hugging Face ``config.json`` or ``module:function``, which
-            give the model alone; ``None``: the overrides say everything.
+        source: a YAML file, or the same as JSON; the name of a preset (``gpt2-124m``); a Hugging Face ``config.json`` or
+            ``module:function``, which give the model alone; ``None``: the overrides say everything.
         overrides: for example ``ddp.bucket_size=40M``; a later one wins over an earlier one, all win over the source.
         schema: ``RunConfig``, or a subclass that gives ``program`` a type.
 
@@ -56,7 +56,7 @@ def load_run(source: Path | str | None, overrides: Sequence[str], schema: type[C
         ConfigError: anything wrong with the source, an override or a value. The text lists at most 20 problems, each with
             its dotted path and the line or the argument it comes from; ``problems`` holds them one by one.
     """
-    document = _open(source)
+    document = _open(source, schema)
     data = copy.deepcopy(document.data) if document.data is not None else {}
     if not isinstance(data, dict):
         raise ConfigError(f"{document.place(())}: a config is a mapping with keys such as 'ddp:'")
@@ -71,12 +71,21 @@ def load_run(source: Path | str | None, overrides: Sequence[str], schema: type[C
         raise explain_validation_error(error, data=data, document=document, arguments=arguments) from None
 
 
-def _open(source: Path | str | None) -> Document:
+def _open(source: Path | str | None, schema: type[Section]) -> Document:
     if source is None:
         return Document({}, "command line")
-    if model := model_section(str(source)):
+    if not _has_sections(Path(source), schema) and (model := model_section(str(source))):
         return Document({"model": model}, str(source))
-    return read_yaml(find_file(source, kind="models"))
+    return read_yaml(find_file(source, kind="models"))  # JSON is YAML as well
+
+
+def _has_sections(path: Path, schema: type[Section]) -> bool:
+    """Return whether a file is JSON with sections of ours, not a model's ``config.json``."""
+    try:
+        data = read_json(path, max_bytes=MAX_BYTES, what="a config") if path.suffix == ".json" else None
+    except ConfigError:  # which is raised again where the model is read
+        return False
+    return isinstance(data, dict) and "model_type" not in data and not data.keys().isdisjoint(schema.model_fields)
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
@@ -121,17 +130,45 @@ def explain_validation_error(
     problems = []
     for detail in error.errors(include_url=False)[:MAX_PROBLEMS]:
         path = _path_in_data(detail["loc"], data)
-        outer = [path[:length] for length in range(len(path), 0, -1)]
-        place = next((f"command line, {quoted(arguments[each])}" for each in outer if arguments and each in arguments), None)
+        argument = _argument_for(path, arguments or {}, document.data)
+        place = document.place(path) if argument is None else f"command line, {quoted(argument)}"
         dotted = ".".join(str(part) for part in path)
         text = f"{dotted}: {_message(detail)}" if dotted else _message(detail)
-        problems.append(printable(f"{place or document.place(path)}: {text}", _PROBLEM_CHARS))
+        problems.append(printable(f"{place}: {text}", _PROBLEM_CHARS))
     count = error.error_count()
     if count == 1:
         return ConfigError(problems[0], problems=problems)
     if count > MAX_PROBLEMS:
         problems.append(f"and {count - MAX_PROBLEMS} more problems")
     return ConfigError("\n  ".join([f"{document.source}: {count} problems", *problems]), problems=problems)
+
+
+def _argument_for(path: KeyPath, arguments: Mapping[KeyPath, str], data: Any) -> str | None:
+    """Return the override that a problem comes from, or ``None`` if it comes from the file.
+
+    It is the one that set the innermost value on the path. Where the file's own values end, it may also be one that made the
+    section, or that chose its ``kind``.
+
+    Args:
+        data: the values of the file.
+    """
+    depth = 0  # of the path, as far as it is in the file
+    while depth < len(path):
+        try:
+            data = data[path[depth]]
+        except (TypeError, LookupError):
+            break
+        depth += 1
+    for length in range(len(path), 0, -1):
+        outer = path[:length]
+        found = [
+            text
+            for key, text in arguments.items()
+            if key == outer or (length > depth and key[:length] == outer) or (length >= depth and key == (*outer, "kind"))
+        ]
+        if found:
+            return found[-1]
+    return None
 
 
 def _path_in_data(loc: KeyPath, data: Any) -> KeyPath:

@@ -120,7 +120,7 @@ def rank_memory(
 def exchange_memory(layout: ModelLayout, *, reads_peers: bool = False, receives: bool = True) -> RankMemory:
     """Return what comes on top of ``rank_memory`` over gloo.
 
-    Other ranks' gradients are received in it: see docs/decisions/gloo-exchanges.md.
+    Other ranks' gradients are received in it: see docs/decisions/gloo.md.
 
     Args:
         receives: whether parts are received outside of the gradient buffer, as in reduce-scatter mode.

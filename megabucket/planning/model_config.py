@@ -6,6 +6,7 @@ turns them into descriptions of parameters.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -275,7 +276,7 @@ def model_section(text: str) -> dict[str, Any] | None:
     """Return the section of a model that is named by a ``config.json`` or by ``module:function``, or ``None``."""
     if text.endswith(".json"):
         return {"kind": "hf_config", "path": text}
-    if ":" in text:
+    if ":" in text and not text.endswith((".yaml", ".yml")) and not os.path.exists(text):  # noqa: PTH110 - takes any text
         return {"kind": "factory", "factory": text}
     return None
 

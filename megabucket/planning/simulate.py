@@ -37,8 +37,8 @@ from megabucket.trace import CollectiveKind, CollectiveRecord, Interval, Lane, S
 StepCollective: TypeAlias = tuple[CollectiveKind, int]
 """Operation and bytes of one small collective after the buckets."""
 
-FENCE: Final[StepCollective] = (CollectiveKind.ALL_REDUCE, 144)
-"""The collective of the wrapper's step protocol: 18 integers."""
+FENCE: Final[StepCollective] = (CollectiveKind.ALL_REDUCE, 48)
+"""The collective of the wrapper's step protocol: six integers of 8 bytes, as in ``comm.exchange``."""
 
 GRAD_NORM: Final[StepCollective] = (CollectiveKind.ALL_REDUCE, 8)
 """What ``DistributedOptimizer`` adds in reduce-scatter mode: one float64."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, NamedTuple
 
-from megabucket.errors import ConfigError, printable
+from megabucket.errors import ConfigError
 from megabucket.layout import ModelLayout, ParamSpec, build_layout, launch_order, shard_owners
 from megabucket.planning import RunConfig
 from megabucket.planning.cuts import BucketPlan, plan_of_layout
@@ -28,7 +28,7 @@ from megabucket.report.measured import Measured, MeasuredPlan
 from megabucket.units import format_seconds
 
 SCHEMA: Final = "megabucket.report"
-SCHEMA_VERSION: Final = 3
+SCHEMA_VERSION: Final = 4
 
 OWNERS_SHOWN: Final = 4
 """Groups of ranks listed for each bucket, counted from rank 0; the last group is added."""
@@ -140,7 +140,7 @@ class Report:
             "title": self.title,
             "summary": self.summary,
             **self.outlook.to_dict(),
-            "link": printable(repr(self.setting.link)),
+            "link": self.setting.link.model_dump(mode="json", exclude_none=True),
             "plans": plans,
             "buckets": self.buckets,
             "memory": self.memory,

@@ -27,6 +27,7 @@ _MOST_SIZES: Final = 250
 """Buckets of a plan up to which the page knows the size of each."""
 _BUCKET_ROWS: Final = (40, 10)
 """First and last rows of the table of buckets."""
+_FACT_CHARS: Final = 20_000
 _LEAST_FRACTION: Final = 1 / 500
 """Of a step: neighbours in a lane that are shorter are drawn as one."""
 
@@ -57,7 +58,9 @@ def render_page(report: Report) -> str:
     page = _asset("page.html").replace("@STYLE@", _asset("page.css"))
     page = page.replace("@SCRIPTS@", _asset("chart.js") + _asset("page.js"))
     # In JSON "<" can only be part of a string; escaped, no string can end the script element.
-    data = json.dumps(_printable(page_data(report)), separators=(",", ":"), ensure_ascii=False)
+    values = page_data(report)
+    facts = {name: printable(text, _FACT_CHARS) for name, text in values["facts"].items()}
+    data = json.dumps({**_printable(values), "facts": facts}, separators=(",", ":"), ensure_ascii=False)
     return page.replace("@DATA@", data.replace("<", "\\u003c"))  # last: a name may be "@STYLE@"
 
 
@@ -83,7 +86,7 @@ def page_data(report: Report) -> dict[str, Any]:
     names = ("title", "summary", "mode", "dp_size", "lower_bound_s", "memory", "scaling", "scaling_gaps", "measured")
     return {
         **{name: figures[name] for name in names},
-        "facts": _facts(report.setting, figures["link"]),
+        "facts": _facts(report.setting, _in_words(figures["link"])),
         "plans": plans,
         "bucket_count": len(report.buckets),
         "buckets": report.buckets[:first] + report.buckets[-last:] if is_long else report.buckets,
@@ -124,6 +127,17 @@ def timeline(trace: StepTrace, least_fraction: float = _LEAST_FRACTION) -> list[
             last_of[interval.lane] = [interval.lane.value, interval.label, start, stop]
             parts.append(last_of[interval.lane])
     return parts
+
+
+def _in_words(link: Mapping[str, Any]) -> str:
+    """Return the fields of a link, without its tables."""
+    parts = []
+    for key, value in link.items():
+        if isinstance(value, Mapping):
+            parts.append(f"{printable(key)} ({_in_words(value)})")
+        elif key != "tables":
+            parts.append(f"{printable(key)} {printable(str(value))}")
+    return ", ".join(parts)
 
 
 def _facts(setting: Setting, link: str) -> dict[str, str]:

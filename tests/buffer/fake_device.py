@@ -17,6 +17,14 @@ class FakeStream:
         self.device.current_stream_id = self._before
 
 
+class FakeEvent:
+    def __init__(self, device):
+        self.device, self.stream_id = device, device.current_stream_id
+
+    def wait(self):
+        self.device.streams[self.device.current_stream_id].waited_for.append(f"an event of {self.stream_id}")
+
+
 class Device:
     """A device whose current stream is what the test says: what a group asks of an ``Accelerator``."""
 
@@ -30,6 +38,14 @@ class Device:
     def current(self):
         self.num_streams_made += 1
         return self.streams[self.current_stream_id]
+
+    def record(self):
+        return FakeEvent(self)
+
+    @property
+    def waited_for(self):
+        """What streams have waited for, by the number of those that have."""
+        return {stream_id: stream.waited_for for stream_id, stream in self.streams.items() if stream.waited_for}
 
     def grad_streams(self):
         return GradStreams(self)

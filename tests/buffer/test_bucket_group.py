@@ -1,13 +1,22 @@
 """One bucket group on the loopback world: reduction, scaling, phases, and what happens when a call comes at a wrong time."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_device import Device
 
-from megabucket.buffer import GradPhase, ParamAndGradBuffer, ParamPhase, _ParamAndGradBucketGroup, dtype_name
+from megabucket.buffer import (
+    GradPhase,
+    ParamAndGradBuffer,
+    ParamPhase,
+    WithheldGrad,
+    _ParamAndGradBucketGroup,
+    dtype_name,
+)
 from megabucket.buffer.finite import NonFiniteParam
-from megabucket.comm import AllReduce
+from megabucket.comm import Accelerator, AllReduce, ReplicaReducer
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.config.resolve import resolve_step
 from megabucket.errors import CollectiveError, PhaseError
@@ -22,15 +31,22 @@ SCATTER_MEAN = {"use_distributed_optimizer": True}
 class Rank:
     """Two parameters of 100 elements on one rank; ``b`` lies at [0, 100), ``a`` at [128, 228), the bucket ends at 256."""
 
-    def __init__(self, world, rank, switches, *, dtype=torch.float32):
+    def __init__(self, communicator, switches, *, dtype=torch.float32, delayed="", divisor=0, replicas=None):
         self.params = {name: torch.nn.Parameter(torch.zeros(100, dtype=dtype)) for name in "ab"}
+        for name in delayed:
+            self.params[name].skip_backward_post_hook = True
         specs = [ParamSpec(name, (100,), dtype_name(dtype)) for name in "ab"]
         config = DistributedDataParallelConfig(**switches)
-        (layout,) = build_layout(specs, config, dp_size=world.size).buffers
+        (layout,) = build_layout(specs, config, dp_size=communicator.size).buffers
         self.buffer = ParamAndGradBuffer(layout, self.params)
-        communicator, policy = world.communicator(rank), resolve_step(config)
+        num_ranks = communicator.size * (1 if replicas is None else replicas.communicator.size)
         self.group = _ParamAndGradBucketGroup(
-            self.buffer.buckets, index=1, communicator=communicator, policy=policy, divisor=world.size
+            self.buffer.buckets,
+            index=1,
+            communicator=communicator,
+            policy=resolve_step(config),
+            divisor=divisor or num_ranks,
+            replicas=replicas,
         )
 
     def grad(self, name, value):
@@ -41,6 +57,11 @@ class Rank:
         else:
             param.grad.add_(value)
         return self.group.receive("ba".index(name), counts=True, may_stage=True)
+
+    def delayed(self, name, value):
+        """Leave a gradient that was computed outside backward, and report it."""
+        self.params[name].grad = torch.full((100,), float(value))
+        self.group.receive_delayed("ba".index(name))
 
     def both(self, value):
         self.grad("b", value)
@@ -54,7 +75,7 @@ class Rank:
 
 def ranks(switches=ALL_REDUCE_MEAN, *, size=2, completion="manual", **kwargs):
     world = LoopbackWorld(size, completion=completion)
-    return world, [Rank(world, rank, switches, **kwargs) for rank in range(size)]
+    return world, [Rank(world.communicator(rank), switches, **kwargs) for rank in range(size)]
 
 
 def sync(all_ranks, **kwargs):
@@ -69,6 +90,16 @@ def whole_step(rank):
     sync([rank])
     rank.group.readiness.end_step(learns=True)
     rank.group.reset()
+
+
+def test_a_new_group_has_no_gradients():
+    _, (only,) = ranks(size=1, delayed="a")
+
+    only.group.publish()
+
+    assert (only.group.is_complete, only.group.missing, only.group.cleared) == (False, (), ())
+    assert only.group.delayed == {1: 0}
+    assert only.params["a"].grad is None
 
 
 class TestReduction:
@@ -102,6 +133,27 @@ class TestReduction:
         sync([first, second])
 
         assert second.reduced == [4.0, 4.0]
+
+    @pytest.mark.parametrize("switches", [ALL_REDUCE_MEAN, SCATTER_MEAN], ids=["all_reduce", "reduce_scatter"])
+    def test_another_divisor_divides_the_sum(self, switches):
+        _, (first, second) = ranks(switches, divisor=4)
+        first.both(2)
+        second.both(6)
+
+        sync([first, second])
+
+        assert (first.reduced[1], second.reduced[0]) == (2.0, 2.0)  # (2 + 6) / 4
+
+    @pytest.mark.parametrize(("in_fp32", "total"), [(True, 258.0), (False, 256.0)])
+    def test_16_bit_gradients_are_added_up_in_float32_on_request(self, in_fp32, total):
+        switches = {"grad_reduce_in_fp32": False, "grad_reduction": "sum", "reduce_scatter_with_fp32_accumulation": in_fp32}
+        _, group = ranks(SCATTER_MEAN | switches, size=3, dtype=torch.bfloat16)
+        for rank, value in zip(group, (256, 1, 1), strict=True):
+            rank.grad("b", value)
+
+        sync(group)
+
+        assert group[0].params["b"].main_grad[0].item() == total  # in bfloat16 256 + 1 = 256
 
     def test_after_a_reduce_scatter_each_rank_has_the_mean_of_its_own_shard_and_publishes_nothing(self):
         _, (first, second) = ranks(SCATTER_MEAN)
@@ -161,6 +213,75 @@ class TestReduction:
         assert world.schedule(0) == world.schedule(1) == ("bucket 1 [all_reduce sum of 256 x float32]",)
 
 
+class TestReplicas:
+    """Two replicas of two ranks: a reduce-scatter in each, and an all-reduce of the shards over both."""
+
+    @pytest.mark.parametrize(
+        ("switches", "result", "op"),
+        [({}, 6.0, "sum"), ({"average_in_collective": True}, 6.0, "avg"), ({"grad_reduction": "sum"}, 24.0, "sum")],
+        ids=["mean", "in the collective", "sum"],
+    )
+    def test_shards_hold_the_result_of_all_ranks(self, switches, result, op):
+        world = LoopbackWorld(4)
+        inside = world.subgroup([0, 1]) | world.subgroup([2, 3])
+        over = world.subgroup([0, 2]) | world.subgroup([1, 3])
+        group = [Rank(inside[rank], SCATTER_MEAN | switches, replicas=ReplicaReducer(over[rank], None)) for rank in range(4)]
+        for rank, value in zip(group, (2, 4, 6, 12), strict=True):
+            rank.both(value)
+
+        world.run(lambda rank: sync([group[rank]]))
+
+        # b lies in the shard of the first rank of each replica, a in that of the second.
+        assert [rank.reduced[1 - index % 2] for index, rank in enumerate(group)] == [result] * 4
+        assert world.schedule(3) == (
+            f"bucket 1 [reduce_scatter {op} of 256 x float32]",
+            f"bucket 1 over replicas [all_reduce {op} of 128 x float32]",
+        )
+
+
+class TestDelayed:
+    """Gradients of a that are computed outside backward."""
+
+    def test_they_are_added_and_reduced(self):
+        _, (only,) = ranks(size=1, delayed="a")
+
+        only.grad("b", 1)
+        for value in (2, 3):
+            only.delayed("a", value)
+        sync([only])
+
+        assert only.reduced == [5.0, 1.0]
+        assert only.group.missing == ()
+
+    @pytest.mark.parametrize(
+        ("names", "num_delayed", "num_backwards", "is_complete"),
+        [("b", 1, 1, True), ("b", 2, 2, True), ("b", 0, 1, False), ("b", 1, 2, False), ("", 1, 1, False)],
+        ids=["all", "two backwards", "none", "one of two", "the other is missing"],
+    )
+    def test_a_group_is_complete_with_one_of_each_backward_and_all_others(self, names, num_delayed, num_backwards, is_complete):
+        _, (only,) = ranks(size=1, delayed="a")
+        only.grad("b", 1)
+        only.delayed("a", 1)
+        whole_step(only)
+
+        for name in names:
+            only.grad(name, 1)
+        for _ in range(num_delayed):
+            only.delayed("a", 1)
+        only.group.note_delayed(num_backwards)
+
+        assert only.group.is_complete is is_complete
+
+    def test_in_the_first_step_nothing_is_known_to_be_complete(self):
+        _, (only,) = ranks(size=1, delayed="a")
+        only.grad("b", 1)
+        only.delayed("a", 1)
+
+        only.group.note_delayed(1)
+
+        assert not only.group.is_complete
+
+
 class TestMissing:
     def test_a_parameter_without_a_gradient_is_listed_and_reduced_as_zero(self):
         _, (first, second) = ranks()
@@ -207,6 +328,21 @@ class TestReadiness:
         in_second_step = only.both(1)
 
         assert (in_first_step, in_second_step) == (False, True)
+
+    def test_a_complete_group_is_so_until_the_next_step_and_says_so_once(self):
+        said = []
+        _, (only,) = ranks(size=1)
+        only.group.communicator.progress.recorders = (SimpleNamespace(note_ready=said.append, record_launch=id),)
+        only.both(1)
+        whole_step(only)
+
+        facts = [only.group.is_complete]
+        only.both(1)
+        facts.append(only.group.is_complete)
+        only.group.reset()
+
+        assert [*facts, only.group.is_complete] == [False, True, False]
+        assert said == ["bucket 1"]
 
     def test_gradients_that_do_not_count_complete_nothing(self):
         _, (only,) = ranks(size=1)
@@ -279,6 +415,46 @@ class TestFiniteTest:
 
         assert [rank.group.finite_test.found for rank in group] == [()] * 4
 
+    @pytest.mark.parametrize(
+        ("size", "dtype", "part", "is_found"),
+        [
+            (2, torch.float32, 0.6, True),
+            (2, torch.float32, 0.4, False),
+            (16, torch.float32, 1 / 12, True),
+            (16, torch.float32, 1 / 20, False),
+            (4, torch.bfloat16, 0.6, True),  # divided by 2 before the sum
+            (4, torch.bfloat16, 0.3, False),
+            (1, torch.float32, 1.0, False),
+        ],
+        ids=str,
+    )
+    def test_what_is_too_large_for_the_sum_over_the_ranks_is_named(self, size, dtype, part, is_found):
+        _, (first, *_) = ranks({"grad_reduce_in_fp32": False}, size=size, dtype=dtype)
+        first.both(part * torch.finfo(dtype).max)
+
+        first.group.start_grad_sync()
+
+        assert [found.param for found in first.group.finite_test.found] == (["b"] if is_found else [])
+
+    @pytest.mark.parametrize(("switches", "found"), [({}, ["b", "a"]), ({"nonfinite_gradients": "allow"}, [])], ids=str)
+    def test_in_float16_the_sum_itself_is_tested(self, switches, found):
+        _, (first, second) = ranks({"grad_reduce_in_fp32": False, **switches}, dtype=torch.float16)
+        for rank in (first, second):
+            rank.both(60000)  # 120000 is over 65504
+
+        sync([first, second])
+
+        assert first.group.finite_test.found == ()
+        assert [one.param for one in second.group.sum_test.found] == found
+
+    def test_one_rank_has_no_sum_to_test(self):
+        _, (only,) = ranks({"grad_reduce_in_fp32": False}, size=1, dtype=torch.float16)
+        only.both(math.nan)
+
+        sync([only])
+
+        assert (len(only.group.finite_test.found), only.group.sum_test.found) == (2, ())
+
     def test_a_policy_may_do_without_it(self):
         _, (only,) = ranks({"nonfinite_gradients": "allow"}, size=1)
         only.both(math.nan)
@@ -309,7 +485,8 @@ class TestPhases:
     def test_finishing_what_was_never_sent_is_refused(self):
         _, (first, _) = ranks()
 
-        with pytest.raises(PhaseError, match="is 'accumulating' and cannot become 'already reduced'"):
+        first.group.finish_grad_sync(waits=False)  # has nothing to do
+        with pytest.raises(PhaseError, match="bucket group 1 is 'accumulating' and cannot become 'already reduced'"):
             first.group.finish_grad_sync()
 
     def test_finishing_twice_does_nothing_and_divides_once(self):
@@ -326,7 +503,7 @@ class TestPhases:
         _, (first, _) = ranks()
         first.group.start_grad_sync()
 
-        with pytest.raises(PhaseError, match="is 'in flight' and cannot become 'accumulating'"):
+        with pytest.raises(PhaseError, match="bucket group 1 is 'in flight' and cannot become 'accumulating'"):
             first.group.reset()
 
     def test_resetting_twice_is_allowed(self):
@@ -336,6 +513,50 @@ class TestPhases:
         first.group.reset()
 
         assert first.group.grad_phase is GradPhase.ACCUMULATING
+
+
+class TestWithheld:
+    """A gradient that may not be used from backward to its reduction, because only shards of it are reduced."""
+
+    def test_it_says_what_it_is_and_autograd_adds_to_it(self):
+        _, (first, _) = ranks(SCATTER_MEAN)
+        first.grad("b", 2)
+
+        first.group.withhold_grads()
+
+        b = first.params["b"]
+        assert first.params["a"].grad is None  # it has none
+        with pytest.raises(PhaseError, match=r"called on the gradient of 'b', which is reduce-scattered \("):
+            torch.nn.utils.clip_grad_norm_([b], 1.0)
+        b.sum().backward()
+        assert b.main_grad[0].item() == 3.0
+
+    def test_in_flight_all_are_withheld_and_what_autograd_adds_is_dropped(self):
+        _, (first, _) = ranks(SCATTER_MEAN)
+        first.grad("b", 2)
+        first.group.start_grad_sync()
+
+        first.group.withhold_grads()
+
+        assert all(isinstance(param.grad, WithheldGrad) for param in first.group.params)
+        first.params["b"].sum().backward()
+        assert first.params["b"].main_grad[0].item() == 2.0
+
+    def test_what_is_reduced_is_not_withheld(self):
+        _, (first, second) = ranks(SCATTER_MEAN)
+        sync([first, second])
+
+        first.group.withhold_grads()
+
+        assert [param.grad for param in first.group.params] == [None, None]
+
+    def test_where_the_policy_has_no_reason_gradients_stay(self):
+        _, (first, _) = ranks()
+        first.grad("b", 2)
+
+        first.group.withhold_grads()
+
+        assert first.params["b"].grad is first.params["b"].main_grad
 
 
 class TestDroppedStep:
@@ -370,12 +591,14 @@ class TestDroppedStep:
         only.grad("b", math.nan)
 
         only.group.start_dropped_sync()
+        of_the_dropped = only.group.missing, only.group.cleared
         only.group.finish_grad_sync()
         only.group.reset()
         only.both(3)
         sync([only])
 
         assert only.reduced == [3.0, 3.0]
+        assert of_the_dropped == ((), ())
         assert (only.group.missing, only.group.finite_test.found) == ((), ())
 
     def test_what_an_earlier_step_has_found_is_not_reported_again(self):
@@ -415,6 +638,7 @@ class TestParamGather:
         first.group.start_param_sync()
 
         assert world.schedule(0) == ("param gather 1 [all_gather of 256 x float32]",)
+        assert first.params["a"].tolist() == [0.0] * 100  # not hidden unless asked for
 
     def test_parameters_that_are_hidden_read_as_nan_until_they_are_gathered(self):
         world, (first, second) = ranks(SCATTER_MEAN)
@@ -422,10 +646,12 @@ class TestParamGather:
             rank.group.start_param_sync(hides_params=True)
         hidden = [param.detach().isnan().all().item() for param in first.group.params]
         pointers = [param.data_ptr() for param in first.group.params]
+        expected_pointers = [values.data_ptr() for values in first.group.param_values]
 
         world.run(lambda rank: (first, second)[rank].group.finish_param_sync())
 
         assert hidden == [True, True]
+        assert pointers == expected_pointers
         assert pointers != [param.data_ptr() for param in first.group.params]
         assert [param.data_ptr() for param in first.group.params] == [values.data_ptr() for values in first.group.param_values]
         assert first.params["a"].tolist() == [0.0] * 100  # nothing was written
@@ -451,6 +677,51 @@ class TestParamGather:
 
         with pytest.raises(PhaseError, match="the parameters of bucket group 1 is 'in flight' and cannot become 'stale'"):
             first.group.mark_params_stale()
+
+
+class TestDevice:
+    """Streams of a device that is not there: who waits for whom."""
+
+    @pytest.fixture
+    def device(self, monkeypatch):
+        device = Device()
+        monkeypatch.setattr(Accelerator, "of", lambda _: device)
+        return device
+
+    def test_a_launch_waits_for_the_streams_of_all_gradients_and_they_for_none(self, device):
+        _, (only,) = ranks(size=1)
+
+        for name, device.current_stream_id in (("b", 1), ("a", 2)):
+            only.grad(name, 1)
+        device.current_stream_id = 0
+        only.group.start_grad_sync()
+
+        assert device.waited_for == {0: [1, 2]}
+
+    def test_a_second_gradient_waits_for_the_stream_of_the_first(self, device):
+        _, (only,) = ranks(size=1)
+
+        for device.current_stream_id in (1, 2):
+            only.grad("b", 1)
+
+        assert device.waited_for == {2: [1]}
+
+    def test_a_delayed_gradient_waits_for_those_of_its_own_parameter_only(self, device):
+        _, (only,) = ranks(size=1, delayed="ab")
+
+        for name, device.current_stream_id in (("b", 1), ("a", 2), ("b", 3)):
+            only.delayed(name, 1)
+
+        assert device.waited_for == {3: [1]}
+
+    def test_other_streams_wait_once_for_gathered_parameters(self, device):
+        _, (only,) = ranks(SCATTER_MEAN, size=1)
+        only.group.mark_params_stale()
+
+        for device.current_stream_id in (1, 1, 2, 2):
+            only.group.finish_param_sync()
+
+        assert device.waited_for == {2: ["an event of 1"]}
 
 
 class TestFailedLaunch:

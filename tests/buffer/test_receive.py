@@ -5,6 +5,7 @@ import torch
 from fake_device import Device
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megabucket.buffer import GradPhase, ParamAndGradBuffer, _ParamAndGradBucketGroup, dtype_name
 from megabucket.buffer import bucket_group as bucket_group_module
@@ -109,6 +110,18 @@ def _small_room(monkeypatch):
     monkeypatch.setattr(bucket_group_module, "MOST_STAGED", 4)
 
 
+class Operations(TorchDispatchMode):
+    """Notes the names of what torch is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
 arrivals = st.lists(st.tuples(st.integers(0, 5), st.sampled_from([1, 3, 1 / 256, 1e30, 2 / 3])), max_size=30)
 some = st.sets(st.integers(0, 5))
 
@@ -163,20 +176,58 @@ def test_what_is_dropped_is_not_stored():
     assert group.shown == [True, False, False, False, False, True]
 
 
+def test_what_is_dropped_counts_as_no_gradient():
+    group = small(6)
+    for position in range(5):
+        group.arrive(position, 1)
+
+    group.group.drop_staged()
+
+    assert group.launch()[0] == tuple("012345")
+    assert group.stored == [0.0] * 6
+
+
+def test_what_was_sent_in_the_step_before_is_not_sent_again():
+    group = small(6)
+    for position in range(6):
+        group.arrive(position, 1)
+    group.launch()
+    group.group.finish_grad_sync()
+
+    group.group.reopen()
+    group.arrive(0, 2)
+
+    assert group.launch()[0] == tuple("12345")
+    assert group.stored == [2.0] + [0.0] * 5
+
+
 class TestWhenGradientsAreStored:
     def test_small_ones_wait_and_are_stored_in_one_call_when_the_room_is_full(self):
         group = small(6)
         version = group.buffer.grad_data._version
 
-        for position in range(3):
+        group.arrive(0, 1)
+        room = group.staging.room
+        for position in (1, 2):
             group.arrive(position, 1)
         stored_after_three = group.stored[:3]
         group.arrive(3, 1)
 
+        assert room == 3  # the fourth is not left to the hook
         assert stored_after_three == [EARLIER] * 3
         assert group.stored == [1.0] * 4 + [EARLIER] * 2
         assert [param.grad for param in group.params] == [None] * 6  # shown when the backward ends
         assert group.buffer.grad_data._version == version + 4  # each view once: no zeros before
+
+    def test_storing_them_is_one_call_of_torch(self):
+        group = small(6)
+        for position in range(3):
+            group.arrive(position, 1)
+
+        with Operations() as operations:
+            group.arrive(3, 1)
+
+        assert [name for name in operations.names if "copy" in name] == ["_foreach_copy_"]
 
     def test_the_last_one_that_is_expected_stores_all(self):
         group = small(3)
@@ -196,7 +247,7 @@ class TestWhenGradientsAreStored:
         assert group.stored == [1.0, EARLIER, 2.0, EARLIER]
         assert not group.staging
 
-    @pytest.mark.parametrize(("num_bytes", "most"), [(LARGE_BYTES, 8), (LARGE_BYTES // 2, 16), (1024, 64)])
+    @pytest.mark.parametrize(("num_bytes", "most"), [(LARGE_BYTES, 8), (LARGE_BYTES // 2, 16), (100_000, 10), (1024, 64)])
     def test_at_most_64_are_staged_and_about_a_mebibyte(self, num_bytes, most, monkeypatch):
         monkeypatch.setattr(bucket_group_module, "MOST_STAGED", 64)
         group = Group([torch.nn.Parameter(torch.zeros(num_bytes // 4)) for _ in range(70)])
@@ -226,6 +277,29 @@ class TestWhenGradientsAreStored:
 
         assert group.stored == [1.0] + [EARLIER] * 5
         assert group.shown == [True] + [False] * 5
+
+    def test_the_first_one_of_a_backward_decides_for_all_of_it(self):
+        group = small(6, may_stage=False)
+        group.arrive(0, 1)
+        group.may_stage = True
+        group.arrive(1, 1)
+        stored_in_the_first = group.stored[:2]
+
+        group.group.end_backward()
+        group.arrive(2, 1)
+
+        assert stored_in_the_first == [1.0, 1.0]
+        assert len(group.staging) == 1
+
+    def test_in_a_microbatch_that_does_not_count_the_last_expected_one_is_not_waited_for(self):
+        group = small(6)
+        for position in range(5):
+            group.arrive(position, 1)
+        group.group.end_backward()
+
+        group.arrive(0, 1, counts=False)
+
+        assert len(group.staging) == 1  # although only that of parameter 5 is missing
 
 
 class TestWhatIsNotPlain:
@@ -416,3 +490,26 @@ def test_gradients_are_stored_on_the_stream_that_has_computed_them():
     assert device.streams[3].waited_for == [0, 2]  # whoever uses the gradients after backward
     group.launch()
     assert device.streams[3].waited_for == [0, 2, 0, 2]
+
+
+def test_a_delayed_gradient_on_another_stream_leaves_staged_ones_to_the_stream_that_has_computed_them():
+    device, params = Device(), small_params(6)
+    params[2].skip_backward_post_hook = True
+    group = Group(params, streams=device.grad_streams())
+    stores, store_all = [], group.group._store_all
+
+    def noted(positions, grads):
+        stores.append((device.current_stream_id, list(positions)))
+        store_all(positions, grads)
+
+    group.group._store_all = noted
+    for position in (0, 1):
+        group.arrive(position, 1)
+    device.current_stream_id = 2
+    group.params[2].grad = torch.ones(3)
+    group.group.receive_delayed(2)
+    device.current_stream_id = 3
+
+    assert stores == [(0, [0, 1])]
+    group.launch()
+    assert device.waited_for == {3: [0, 2]}

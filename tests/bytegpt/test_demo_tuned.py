@@ -59,8 +59,8 @@ def test_two_ranks_predict_run_and_write_a_config_that_trains(config_path, tmp_p
     )
 
     assert result.returncode == 0, result.stderr
-    # Two rounds are never enough for a recommendation, however large the gain.
-    assert "no candidate is better than the default beyond noise" in result.stdout
+    # Two candidates share an error of 5 %, on either side of their intervals: 2**-7 <= 0.05 / 2 / 2.
+    assert "undecided: rounds done 2, needed 7; the config stays as it is" in result.stdout
     assert load_demo_config(out, []).ddp == load_demo_config(config_path, []).ddp
     data = json.loads(evidence.read_text())
     run = [each for each in data["candidates"] if "measured_s" in each]
@@ -113,6 +113,18 @@ def test_every_plan_that_ran_is_a_row_with_prediction_and_gain(config_path, monk
     ]
 
 
+def test_too_few_rounds_are_no_decision_and_the_config_stays(config_path):
+    config = load_demo_config(config_path, [])
+    tuning = tuning_of(config, {name: times[:5] for name, times in FASTER.items()}, bucket_size=3000)
+
+    assert tuning.summary[0] == (  # 2**-6 <= 0.05 / 2
+        "undecided: rounds done 5, needed 6; the config stays as it is. To decide, give more --seconds and at least "
+        "--rounds 6, or fewer --candidates"
+    )
+    assert yaml.safe_load(tuned_text(config, tuning)) == config.model_dump(mode="json", exclude_unset=True)
+    assert tuning.to_dict()["is_undecided"]
+
+
 def test_within_noise_nothing_is_recommended_and_the_config_stays(config_path):
     config = load_demo_config(config_path, [])
     tuning = tuning_of(config, NOISE, bucket_size=3000)
@@ -121,6 +133,7 @@ def test_within_noise_nothing_is_recommended_and_the_config_stays(config_path):
     assert tuning.summary[0] == "no candidate is better than the default beyond noise; the config stays as it is"
     assert yaml.safe_load(tuned_text(config, tuning)) == config.model_dump(mode="json", exclude_unset=True)
     assert tuning.to_dict()["is_default"]
+    assert not tuning.to_dict()["is_undecided"]
 
 
 def test_a_file_that_cannot_be_written_is_named(config_path, tmp_path):

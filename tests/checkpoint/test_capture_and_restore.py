@@ -557,6 +557,32 @@ class TestRefused:
 
         assert run_ranks(2, program, mode=mode) == [True, True]
 
+    def test_after_a_refusal_only_what_was_set_is_set_back(self):
+        class Watched(Counter):
+            def __init__(self, **options):
+                super().__init__(**options)
+                self.taken = []
+
+            def load_state_dict(self, state):
+                self.taken.append(state["n"])
+                super().load_state_dict(state)
+
+        def saved(_, run):
+            counters = {name: Counter() for name in "abc"}
+            for counter in counters.values():
+                counter.state = {"n": 7}
+            return to_host(capture(TrainingParts(run.ddp, run.optimizer, schedulers=counters)))
+
+        kept = KeptInMemory(run_ranks(1, saved, mode="all_reduce"))
+
+        def program(_, run):
+            counters = {"a": Watched(), "b": Watched(refuses=True), "c": Watched()}
+            with pytest.raises(CheckpointError, match="ValueError: no"):
+                restore(kept, TrainingParts(run.ddp, run.optimizer, schedulers=counters))
+            return [counter.taken for counter in counters.values()]
+
+        assert run_ranks(1, program, mode="all_reduce") == [[[7, 0], [7, 0], []]]
+
     def test_state_that_belongs_to_no_parameter_is_refused_on_all_ranks(self):
         def program(rank, run):
             run.train(range(1))
@@ -629,8 +655,22 @@ NO_STATE_OF_AN_OPTIMIZER = {
     "no groups": (changed("groups", to=None), "its values cannot be read: TypeError"),
     "no class": (lambda optimizer: optimizer.pop("class"), "its values cannot be read: KeyError: 'class'"),
     "no entry": (changed("state", 0, "entries", 0, to=[1]), "its values cannot be read: ValueError"),
-    "a number in words": (changed("state", 0, "entries", 0, 5, to=["float", "many"]), "rank 0: ValueError: could not convert"),
+    "a number in words": (changed("state", 0, "entries", 0, 5, to=["float", "many"]), "its values cannot be read: ValueError"),
     "a dtype of no kind": (changed("state", 0, "entries", 1, 2, to="float33"), "its values cannot be read: AttributeError"),
+    "no state": (
+        changed("state", to=[]),
+        "'optim.state.bias.exp_avg' is in the checkpoint, and its optimizer does not know it",
+    ),
+    "no moment": (
+        lambda optimizer: optimizer["state"][0]["entries"].pop(1),
+        "'optim.state.weight.exp_avg' is in the checkpoint, and its optimizer does not know it",
+    ),
+    "no learning rate": (
+        changed("groups", 0, "hyperparameters", "lr", to=None),
+        "'lr' of group 0 is None in the checkpoint and 0.1 here",
+    ),
+    "a learning rate in words": (changed("groups", 0, "hyperparameters", "lr", to="0.1"), "'lr' of group 0 is '0.1' in the"),
+    "one beta": (changed("groups", 0, "hyperparameters", "betas", to={"!tuple": [0.9]}), r"'betas' of group 0 is \(0.9,\)"),
 }
 
 
@@ -676,17 +716,22 @@ def test_switches_that_were_set_otherwise_or_not_at_all_are_taken_over_as_torch_
 
 
 MALFORMED_VALUES = {
-    "no state of others": (lambda values: values.pop("stateful"), "its values cannot be read: KeyError: 'stateful'"),
-    "no optimizer's": (changed("optimizer", to=[1]), "its values cannot be read: TypeError"),
-    "a tensor that is not there": (changed("data_position", to={"!tensor": "gone"}), "rank 0: KeyError: 'gone'"),
-    "a number of no shape": (changed("extras", to={"a": {"!number": ["float32", "x", 1]}}), "rank 0: TypeError"),
+    "no state of others": (lambda values: values.pop("stateful"), "KeyError: 'stateful'"),
+    "no optimizer's": (changed("optimizer", to=[1]), "TypeError"),
+    "a tensor that is not there": (changed("data_position", to={"!tensor": "gone"}), "KeyError: 'gone'"),
+    "bytes that are none": (changed("data_position", to={"!bytes": "zz"}), "ValueError: non-hexadecimal number"),
+    "an unknown tag": (changed("data_position", to={"!nope": 1}), "KeyError: '!nope'"),
+    "a number of no shape": (changed("extras", to={"a": {"!number": ["float32", "x", 1]}}), "TypeError"),
+    "a number of no dtype": (changed("extras", to={"a": {"!number": ["nn", [], 1]}}), "AssertionError"),
+    "no state of a scheduler": (changed("stateful", "scheduler 0", to={"!float": "x"}), "ValueError: could not convert"),
 }
 
 
 @pytest.mark.parametrize(("change", "text"), MALFORMED_VALUES.values(), ids=MALFORMED_VALUES)
 def test_values_that_somebody_else_has_written_are_one_error(change, text):
     ddp = DistributedDataParallel(torch.nn.Linear(4, 3), DistributedDataParallelConfig(use_distributed_optimizer=True))
-    parts = TrainingParts(ddp, DistributedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=0.1), ddp))
+    optimizer = DistributedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=0.1), ddp)
+    parts = TrainingParts(ddp, optimizer, schedulers=torch.optim.lr_scheduler.StepLR(optimizer, 1))
     stored = KeptInMemory([to_host(capture(parts))])
     assert mismatches(stored, parts, cast=False) == []
     stored.values = copy.deepcopy(stored.values)
@@ -694,5 +739,5 @@ def test_values_that_somebody_else_has_written_are_one_error(change, text):
 
     with pytest.raises(CheckpointError, match=text):
         restore(stored, parts)
-    if "cannot be read" in text:
-        assert text in mismatches(stored, parts, cast=False)[0]
+    (problem,) = mismatches(stored, parts, cast=False)
+    assert f"its values cannot be read: {text}" in problem

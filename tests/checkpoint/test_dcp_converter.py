@@ -1,6 +1,7 @@
 """To and from ``torch.distributed.checkpoint``, in one process; several ranks and FSDP2: tests/ranks."""
 
 import errno
+import os
 import warnings
 
 import pytest
@@ -184,6 +185,16 @@ def test_a_data_file_that_torch_cannot_read_is_a_named_error_and_changes_nothing
         load_dcp(tmp_path, *vars_of(ours), trusted=True)
 
     assert all(torch.equal(param, value) for param, value in zip(ours.ddp.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_a_pipe_in_the_place_of_a_file_is_an_error_at_once(tmp_path, name):
+    save_dcp(tmp_path, *vars_of(Ours(sharded=True)))
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+
+    with pytest.raises(CheckpointError, match=f"not a regular file: .*{name}"):
+        load_dcp(tmp_path, *vars_of(Ours(sharded=True)), trusted=True)
 
 
 def test_a_directory_without_such_a_checkpoint_is_an_error_that_says_so(tmp_path):

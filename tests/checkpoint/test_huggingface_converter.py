@@ -1,6 +1,8 @@
 """Weights as safetensors files, checked with the library that others read them with."""
 
 import json
+import os
+import re
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from test_capture_and_restore import SHAPES, captured
 
-from megabucket.checkpoint.convert.huggingface import INDEX_NAME, export_weights, import_weights
+from megabucket.checkpoint.convert.huggingface import FILE_NAME, INDEX_NAME, export_weights, import_weights
 from megabucket.errors import ConfigError
 
 
@@ -90,3 +92,29 @@ def test_a_name_that_the_index_has_and_no_file_is_an_error(kept, tmp_path):
 
     with pytest.raises(ConfigError, match=r"model-00002-of-00002.safetensors: .* does not contain tensor gone.weight"):
         import_weights(tmp_path / "weights", tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", [FILE_NAME, INDEX_NAME])
+def test_a_pipe_in_the_place_of_a_file_is_an_error_at_once(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+
+    with pytest.raises(ConfigError, match=f"not a regular file: .*{name}"):
+        import_weights(tmp_path, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "problem"),
+    [
+        ({"a": "sub/../../elsewhere/x.safetensors"}, "'sub/../../elsewhere/x.safetensors' is no name of a file beside it"),
+        ({}, "it names no tensor"),
+    ],
+)
+def test_an_index_that_leads_elsewhere_or_nowhere_is_an_error(kept, tmp_path, weight_map, problem):
+    (path,) = export_weights(kept, tmp_path)
+    path.rename(tmp_path / "x.safetensors")
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        import_weights(tmp_path, tmp_path / "run")
+
+    assert not (tmp_path / "run").exists()

@@ -122,6 +122,48 @@ CHANGES = {
 }
 
 
+def in_tensor(**fields):
+    return lambda m: m["tensors"]["w"].update(fields)
+
+
+def in_block(**fields):
+    return lambda m: m["tensors"]["w"]["blocks"][0].update(fields)
+
+
+def version_1(**fields):
+    def change(manifest):
+        manifest["version"] = 1
+        manifest["tensors"]["w"] = {"dtype": "float32", "shape": [2, 3], "order": [0, 1], "pieces": [[0, 0, 6]], **fields}
+
+    return change
+
+
+WHOLE = {"offset": [0, 0], "shape": [2, 3], "order": [0, 1], "pieces": [[0, 0, 6]]}
+CHANGES |= {
+    "dtype of nothing": (in_tensor(dtype="nn"), "tensor 'w': its dtype is 'nn'"),
+    "no blocks": (in_tensor(blocks=[]), "tensor 'w': its blocks are none"),
+    "a block twice": (in_tensor(blocks=[WHOLE, WHOLE]), "tensor 'w': its blocks hold elements twice"),
+    "half a block": (in_block(shape=[2, 1], pieces=[[0, 0, 2]]), "tensor 'w': its blocks hold 2 of its 6 elements"),
+    "no offset": (in_block(offset=[]), r"a block has offset \(\), shape \(2, 3\)"),
+    "an offset too far": (in_block(offset=[0, 1]), r"a block has offset \(0, 1\) and shape \(2, 3\) in shape \(2, 3\)"),
+    "an offset below": (in_block(offset=[0, -1]), r"a block has offset \(0, -1\) and shape"),
+    "a negative shape": (
+        lambda m: m["tensors"]["w"].update(shape=[-2, -3], blocks=[{**WHOLE, "shape": [-2, -3]}]),
+        r"a block has offset \(0, 0\) and shape \(-2, -3\)",
+    ),
+    "a shape of other dimensions": (in_block(shape=[6]), r"a block has offset \(0, 0\), shape \(6,\)"),
+    "an order of other dimensions": (in_block(order=[0, 0]), r"and order \(0, 0\)"),
+    "no pieces": (in_block(pieces=[]), "the pieces of a block do not cover its 6 elements"),
+    "a hole between pieces": (in_block(pieces=[[0, 0, 2], [1, 4, 6]]), "the pieces of a block do not cover"),
+    "a piece too short": (in_block(pieces=[[0, 0, 4]]), "the pieces of a block do not cover"),
+    "a piece backwards": (in_block(pieces=[[0, 0, 8], [0, 8, 2], [0, 2, 6]]), "the pieces of a block do not cover"),
+    "a file that is not listed": (in_block(pieces=[[2, 0, 6]]), "a piece is in none of the 2 files"),
+    "a file before the first": (in_block(pieces=[[-1, 0, 6]]), "a piece is in none of the 2 files"),
+    "version 1 with a number as order": (version_1(order=5), "tensors.w.blocks.0.order: Input should be a valid tuple"),
+    "version 1 with a number as shape": (version_1(shape=5), "tensors.w.shape: Input should be a valid tuple"),
+}
+
+
 def test_blocks_that_cover_a_tensor_are_read():
     def change(manifest):
         first = {"offset": [0, 0], "shape": [2, 2], "order": [0, 1], "pieces": [[0, 0, 4]]}

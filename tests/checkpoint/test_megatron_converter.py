@@ -227,6 +227,11 @@ PROBLEMS = {
         {"layout": layout_of(torch.bfloat16)},
         "dense/bfloat16->float32: the state has (torch.float32, torch.float32) instead of (torch.bfloat16, torch.float32)",
     ),
+    "a buffer of None": ({"param_state": {"buckets_coalesced": True, 0: None}}, "the state has NoneType instead of"),
+    "a buffer without values": (
+        {"param_state": {"buckets_coalesced": True, 0: {(torch.float32,) * 2: None}}},
+        "the values of (torch.float32, torch.float32) are NoneType instead of a dict",
+    ),
     # One bucket: c at 0:70, b at 128:132, a at 192:195.
     "other buckets": (
         {"layout": layout_of(bucket_size=10_000)},
@@ -270,6 +275,19 @@ def test_what_does_not_fit_is_named_and_changes_nothing(case):
     assert text in str(raised.value)
     assert not any(parts.ddp.module.get_parameter(name).any() for name in SHAPES)
     assert not parts.optimizer.state
+
+
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_chunks_whose_parameters_have_the_same_names_are_refused(tmp_path, with_optimizer):
+    state = state_of()
+    twice = {**state.param_state, 1: {(torch.float32,) * 2: flats()}}
+    chunks = state_of(param_state=twice, layout=mb.ModelLayout(state.layout.buffers * 2))
+    parts = run_of()
+
+    with pytest.raises(CheckpointMismatchError, match="the layout has several parameters of one name: 'a', 'b', 'c'"):
+        load_dp_zero(chunks, parts.ddp, parts.optimizer if with_optimizer else None)
+    with pytest.raises(CheckpointMismatchError, match="several parameters of one name"):
+        import_dp_zero(chunks, tmp_path / "run")
 
 
 def test_weights_that_are_what_main_parameters_round_to_are_taken():

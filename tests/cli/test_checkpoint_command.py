@@ -14,7 +14,7 @@ from examples.bytegpt.checkpoints import BATCH_FACT, CORPUS_FACT, config_facts
 from examples.bytegpt.config import load_demo_config
 from examples.bytegpt.model import next_byte_loss
 from examples.bytegpt.task import initial_model, make_optimizer
-from megabucket.checkpoint.format import Piece, Snapshot, TensorInfo
+from megabucket.checkpoint.format import Piece, Snapshot, TensorInfo, seal_body
 from megabucket.checkpoint.offline import compare
 from megabucket.checkpoint.ranks import AloneRanks
 from megabucket.checkpoint.save import SaveSettings, save_snapshot
@@ -107,7 +107,7 @@ def test_a_damaged_manifest_is_exit_code_6_with_the_steps_that_are_left(root, co
 
     assert result.exit_code == 6
     assert "manifest.json: it does not end with a seal" in result.stderr
-    assert "step 1 can be tried" in result.stderr
+    assert "step 1 can be tried: name one as the step to read" in result.stderr
 
 
 def test_an_empty_directory_is_exit_code_6(tmp_path):
@@ -219,6 +219,20 @@ def test_can_load_says_that_a_checkpoint_is_not_of_this_program(trained):
     assert "it was not saved by the demo" in result.stdout
 
 
+@pytest.mark.parametrize("position", [{"!bytes": "zz"}, {"!number": ["float32", "x", 1]}])
+def test_can_load_names_a_position_that_makes_no_sense(trained, position):
+    path = open_checkpoint(trained / "run").path / "manifest.json"
+    fields = json.loads(path.read_bytes())
+    del fields["seal"]
+    fields["values"]["data_position"] = position
+    path.write_bytes(seal_body(json.dumps(fields)[:-1].encode()))
+
+    result = invoke("can-load", path.parent, *DEMO, "-c", trained / "run.yaml")
+
+    assert result.exit_code == 6, result.output
+    assert "its values cannot be read" in result.stdout
+
+
 def test_can_load_refuses_a_checkpoint_beyond_the_last_step(trained):
     arguments = ["can-load", trained / "later", *DEMO, "-c", trained / "run.yaml"]
     beyond, at_the_end = invoke(*arguments, "program.train.steps=2"), invoke(*arguments, "program.train.steps=3")
@@ -249,6 +263,18 @@ def test_weights_go_to_safetensors_and_back(trained):
     found = compare(first, second)
     assert found.num_equal_tensors == len(second.tensors) == sum(name.startswith("model.") for name in first.tensors)
     assert {difference.what for difference in found.tensors} == {"only in the first"}
+
+
+@pytest.mark.parametrize("to", ["safetensors", "megabucket"])
+def test_weights_that_are_there_are_replaced_only_if_allowed(root, tmp_path, to):
+    invoke("convert", root, tmp_path / "hf", "--to", "safetensors", "--step", 1)
+    source = root if to == "safetensors" else tmp_path / "hf"
+    again = ["convert", source, tmp_path / "out", "--to", to]
+
+    results = [invoke(*again), invoke(*again), invoke(*again, "--overwrite")]
+
+    assert [result.exit_code for result in results] == [0, 6, 0]
+    assert "overwrite" in results[1].stderr
 
 
 def test_imported_weights_load_into_a_model_without_an_optimizer(trained):

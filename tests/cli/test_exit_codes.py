@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -28,6 +30,7 @@ def test_the_codes_are_the_promised_ones():
         "PEER_LOST": 5,
         "CHECKPOINT": 6,
         "INTERRUPTED": 130,
+        "CLOSED_PIPE": 141,
         "TERMINATED": 143,
     }
 
@@ -102,6 +105,29 @@ def test_an_error_of_ours_is_its_text_on_stderr_without_control_characters():
 
 def test_an_interrupt_is_130():
     assert command_that(KeyboardInterrupt()).exit_code == 130
+
+
+def test_a_reader_that_has_ended_is_141_without_a_word():
+    reading, writing = os.pipe()
+    os.close(reading)
+
+    command = [sys.executable, "-m", "megabucket", "plan", "-c", "gpt2-124m"]
+    done = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value"),
+    [("plan -c gpt2-124m --dp-size -2", "-2"), ("checkpoint reshard a b --ranks many", "many"), ("tune --modes all", "all")],
+)
+def test_an_option_that_is_refused_is_told_with_its_value(arguments, value):
+    result = CliRunner().invoke(app, arguments.split())
+
+    assert result.exit_code == 2
+    assert f"Invalid value for '{arguments.split()[-2]}'" in result.stderr
+    assert value in result.stderr.split("Invalid value for")[1]
 
 
 def test_an_error_that_is_not_ours_keeps_its_traceback():

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from megabucket.cli.main import app
@@ -110,7 +111,7 @@ def test_with_a_model_buckets_are_padded_and_the_fence_counts(config):
 
     # a, b, c from the end: 100 at 0, 300 at 128, 100 at 448, ends at 548, rounded up to lcm(4, 128): 640 elements of 4 bytes.
     one_bucket = 0.1 + 1e-3 * 4 * 640
-    fence = 0.1 + 1e-3 * 144
+    fence = 0.1 + 1e-3 * 48  # six integers of 8 bytes
     compute = 6 * 500 * 1000 / 1e6
     assert out["rows"][0]["step_s"] == pytest.approx(compute + one_bucket + fence)
     assert out["default"]["bucket_numel"] == 40_000_000
@@ -180,15 +181,16 @@ def test_the_table_fits_80_columns_and_marks_the_best_size():
     assert best.split()[:4] == ["10.00", "M", "4", "121.6"]  # the largest of three that tie
 
 
-def test_names_are_escaped_and_cuts_of_a_model_are_printed_as_a_config(config):
+def test_names_are_escaped_and_cuts_are_printed_as_a_config(config):
     text = SMALL.replace("name: middle", 'name: "mid\\u202edle\\u001b[31m"')
 
     result = invoke("-c", config(text), "--cuts")
     assert "\u202e" not in result.stdout
     assert "\x1b" not in result.stdout
 
-    lines = invoke("-c", config(MODEL), "--dp-size", 4, "--cuts").stdout.splitlines()
-    assert lines[lines.index("ddp:") + 1] == "  bucket_cuts:"
+    for text, cuts in ((MODEL, ["c", "b", "a"]), (SMALL, ["middle", "first"])):
+        printed = invoke("-c", config(text), "--dp-size", 4, "--cuts").stdout
+        assert yaml.safe_load(printed[printed.index("ddp:") :]) == {"ddp": {"bucket_cuts": cuts}}
 
 
 def test_a_trace_of_two_steps_of_the_best_plan_is_written(config, tmp_path):

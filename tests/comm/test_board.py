@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -235,3 +236,23 @@ def test_a_rank_that_never_wraps_is_named_when_the_time_of_the_group_is_over():
     assert caught.value.ranks == (1,)
     assert caught.value.states == ("did not come in time: it has given no sign of life: it has not wrapped its module yet",)
     assert "while waiting for wrap" in caught.value.during
+
+
+class BrokenWork(Work):
+    """A work of gloo whose connection breaks."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        raise RuntimeError("[pair.cc:1] Connection closed by peer [10.0.0.2]:1. This may be caused by a crash.")
+
+
+def test_of_a_broken_connection_a_rank_that_left_after_it_had_launched_is_named(wrappers):
+    wrapper = wrappers(0, 1)
+    wrapper.heartbeats[1].num_launched = 9
+    wrapper.heartbeats[1].stop()  # its process lives: on another host nobody could see that it has ended
+
+    error = wrapper.wait(0, BrokenWork())
+
+    assert isinstance(error, PeerLostError)
+    assert error.ranks == (1,)
+    assert error.states[0].startswith("left: its program ended")
+    assert "Connection closed by peer" in error.during

@@ -42,6 +42,16 @@ class TestGate:
         flag, nonfinite = max(flag for *_, flag, _ in said), any(nonfinite for *_, nonfinite in said)
         assert answers == [(is_alike, flag, nonfinite)] * len(said)
 
+    def test_messages_do_not_follow_torch_s_default_device(self):
+        world = LoopbackWorld(2)
+        gates = [Gate(world.communicator(rank), device=CPU) for rank in range(2)]
+
+        with torch.device("meta"):
+            for gate in gates:
+                gate.send(1, 2, flag=3, label="fence")
+
+        assert [gate.take() for gate in gates] == [(True, 3, False)] * 2
+
     @given(messages=st.lists(st.lists(NUMBERS, min_size=2, max_size=2), min_size=1, max_size=5))
     def test_one_message_leaves_nothing_for_the_next(self, messages):
         world = LoopbackWorld(2)

@@ -43,6 +43,13 @@ class TestSilence:
         assert set(scene.seen.silent(0.999 * sum(gaps))) == {1, 2}
         assert scene.seen.silent(1.001 * sum(gaps)) == {}
 
+    def test_a_rank_that_is_seen_for_the_first_time_ends_that_of_no_other(self, scene):
+        scene.beats = {2: scene.beats[2]}
+        scene.look()
+        scene.beats = {1: scene.beats[2], **scene.beats}
+
+        assert set(scene.look(after_s=0.5).silent(0.4)) == {2}
+
     def test_another_beat_ends_it(self, scene):
         scene.look(times=10)
         scene.beat(1)
@@ -88,6 +95,17 @@ class TestGone:
 
         assert scene.look(times=9).gone() == {}
         assert list(scene.look().gone()) == [1]
+
+
+class TestLeft:
+    def test_ranks_that_left_are_named_whatever_they_launched(self, scene):
+        scene.beat(1, has_left=True, num_launched=41)
+
+        assert scene.look().gone() == {}
+        assert scene.seen.left() == {
+            1: "left: its program ended, its process group was destroyed, or its wrapper was detached, after 41 launches; this "
+            "was launch 41"
+        }
 
 
 class TestFrozen:

@@ -55,6 +55,17 @@ def test_a_batch_of_different_kinds_is_found_on_one_rank_too():
         LocalCommunicator().launch([AllReduce(torch.ones(2)), Broadcast(torch.ones(2))], label="bucket 3")
 
 
+def test_a_prepared_batch_is_checked_once_on_one_rank_too():
+    communicator, full = LocalCommunicator(), torch.zeros(4)
+    batch = communicator.prepare([AllGather(full, full[:])])
+
+    communicator.launch(batch, label="bucket 3")
+    record = batch.record
+    communicator.launch(batch, label="bucket 3")
+
+    assert batch.record is record is not None
+
+
 def part_of(full: torch.Tensor, communicator: Communicator) -> torch.Tensor:
     numel = full.numel() // communicator.size
     return full[communicator.rank * numel : (communicator.rank + 1) * numel]

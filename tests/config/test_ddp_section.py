@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megabucket.config import DistributedDataParallelConfig
+from megabucket.config.ddp import NonNegative, Positive, Section
 from megabucket.planning import RunConfig
 
 
@@ -69,6 +70,27 @@ def test_a_switch_takes_nothing_but_a_boolean(value):
     assert problems(overlap_grad_reduce=value) == [("overlap_grad_reduce", "Input should be a valid boolean")]
 
 
+class Rates(Section):
+    rate: Positive = 1.0
+    decay: NonNegative = 0.0
+
+
+@pytest.mark.parametrize(("written", "number"), [("3e-4", 3e-4), ("+.5E1", 5.0), ("2.", 2.0), (0.5, 0.5), (2, 2.0)])
+def test_a_rate_may_be_written_as_yaml_leaves_it(written, number):
+    assert Rates.model_validate({"rate": written}).rate == number
+
+
+@pytest.mark.parametrize("value", ["", "nan", "inf", "0x1", "1_0", "1e", "quick", True, None, ["1"]])
+def test_what_is_no_number_is_no_rate(value):
+    with pytest.raises(ValidationError, match="Input should be a valid number"):
+        Rates.model_validate({"decay": value})
+
+
+def test_names_may_be_a_list_but_not_one_text():
+    assert DistributedDataParallelConfig(bucket_cuts=["a", "b"]).bucket_cuts == ("a", "b")
+    assert problems(bucket_cuts="ab") == [("bucket_cuts", "Input should be a valid tuple")]
+
+
 # Unknown keys
 
 
@@ -84,11 +106,12 @@ def test_a_key_like_no_other_is_answered_with_the_known_ones():
 
 
 def test_unknown_keys_do_not_hide_bad_values():
-    found = problems(bucket_sise=4, num_buckets=0)
+    with pytest.raises(ValidationError) as caught:
+        DistributedDataParallelConfig(bucket_sise=4, num_buckets=0)
 
-    assert found == [
-        ("bucket_sise", "unknown key 'bucket_sise'; did you mean 'bucket_size'?"),
-        ("num_buckets", "Input should be greater than 0"),
+    assert [(detail["loc"], detail["msg"], detail["input"]) for detail in caught.value.errors()] == [
+        (("bucket_sise",), "unknown key 'bucket_sise'; did you mean 'bucket_size'?", None),
+        (("num_buckets",), "Input should be greater than 0", 0),
     ]
 
 

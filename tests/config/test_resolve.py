@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megabucket.config import DistributedDataParallelConfig
-from megabucket.config.resolve import bucket_end_multiple, is_padded, resolve, resolve_bucket_size, resolve_grad_dtype
+from megabucket.config.resolve import (
+    StepPolicy,
+    bucket_end_multiple,
+    fp32_local_params,
+    is_padded,
+    resolve,
+    resolve_bucket_size,
+    resolve_cuts,
+    resolve_grad_dtype,
+    resolve_step,
+)
 from megabucket.errors import ConfigError, LayoutError
 
 Config = DistributedDataParallelConfig
@@ -226,6 +238,40 @@ def test_a_16_bit_mean_is_said_to_be_divided_in_two_parts():
     )
 
 
+def test_a_16_bit_gradient_is_said_to_be_added_up_in_float32_where_a_name_matches():
+    local = Config(grad_reduce_in_fp32=False, param_name_patterns_for_fp32_local_accumulation=["*.bias", "norm.*"])
+
+    assert resolve(local, dp_size=4, param_dtype="bfloat16")["grad_dtype"].reason == (
+        "grad_reduce_in_fp32=False keeps the dtype of the bfloat16 parameters; "
+        "microbatches are added up in float32 where a name matches '*.bias', 'norm.*'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("patterns", "names"),
+    [((), ""), (("all",), "a.w a.b B.b"), (("*.b",), "a.b B.b"), (("a.*", "B.?"), "a.w a.b B.b"), (("b.*",), "")],
+    ids=str,
+)
+def test_names_that_match_a_pattern_are_added_up_in_float32(patterns, names):
+    config = Config(grad_reduce_in_fp32=False, param_name_patterns_for_fp32_local_accumulation=patterns)
+
+    assert fp32_local_params(config, ["a.w", "a.b", "B.b"]) == set(names.split())
+
+
+@pytest.mark.parametrize(
+    ("switches", "cuts"),
+    [
+        ({}, None),
+        ({"bucket_cuts": ["b"]}, ("b",)),
+        ({"bucket_cuts": ["b"], "overlap_grad_reduce": False}, ("b",)),
+        ({"bucket_cuts": ["b"], "layout": "megatron"}, ("b",)),
+        ({"bucket_cuts": ["b"], "layout": "megatron", "overlap_grad_reduce": False}, None),
+    ],
+)
+def test_cuts_by_name_count_unless_there_is_one_bucket(switches, cuts):
+    assert resolve_cuts(Config(**switches)) == cuts
+
+
 def test_what_needs_a_model_is_called_unknown_without_one():
     entry = resolve(Config(num_buckets=4), dp_size=2)["bucket_size"]
 
@@ -395,3 +441,70 @@ def test_two_buckets_of_a_single_element_are_refused(total_numel):
         f"num_buckets=2 is more than the {total_numel} elements there are to put into buckets. "
         "Ask for at most 1, or give bucket_size instead."
     )
+
+
+# The policy of a step
+
+PLAIN = StepPolicy(
+    is_sharded=False,
+    overlaps_grads=True,
+    overlaps_params=False,
+    averages=True,
+    averages_in_collective=False,
+    accumulates_in_fp32=False,
+    is_one_batch=False,
+    finishes_with_backward=True,
+    is_explicit=False,
+    tests_finite=True,
+    tests_large=False,
+    skips_nonfinite=False,
+    unused_is_zero=False,
+    counts_skipped_forwards=True,
+    has_fence=True,
+    watches_model=True,
+    copies_on_host=True,
+    withheld_because="",
+)
+SHARDED = {"use_distributed_optimizer": True}
+SHARDS_ARE_WITHHELD = (
+    "is reduce-scattered (use_distributed_optimizer=True): from backward to the optimizer's step each rank has a "
+    "gradient of its own there, or one shard of the reduced one, in memory that a collective may own. Its norm, and "
+    "what is clipped by it, would differ between ranks. Clip with DistributedOptimizer(..., clip_grad=1.0), and read "
+    "the norm over all ranks from what its step() returns, or call its clip_grad_norm_(1.0); scale with "
+    "ddp.scale_gradients() after finish_grad_sync(). "
+    "With ddp.force_all_reduce = True before backward, finish_grad_sync() leaves whole gradients in param.grad."
+)
+UNREDUCED_IS_WITHHELD = (
+    "is not reduced yet (finish='explicit'), and a collective may own its memory. Call ddp.finish_grad_sync() first; "
+    "then read, scale or clip it."
+)
+OF_SHARDS = {"is_sharded": True, "finishes_with_backward": False, "withheld_because": SHARDS_ARE_WITHHELD}
+OF_THE_CALLER = {"is_explicit": True, "finishes_with_backward": False, "withheld_because": UNREDUCED_IS_WITHHELD}
+
+
+@pytest.mark.parametrize(
+    ("switches", "changes"),
+    [
+        ({}, {}),
+        (SHARDED, OF_SHARDS),
+        ({"finish": "explicit"}, OF_THE_CALLER),
+        ({**SHARDED, "finish": "explicit"}, {**OF_SHARDS, "is_explicit": True}),
+        ({**SHARDED, "overlap_param_gather": True}, {**OF_SHARDS, "overlaps_params": True}),
+        ({**SHARDED, "reduce_scatter_with_fp32_accumulation": True}, {**OF_SHARDS, "accumulates_in_fp32": True}),
+        ({"overlap_grad_reduce": False}, {"overlaps_grads": False}),
+        ({"grad_reduction": "sum"}, {"averages": False}),
+        ({"average_in_collective": True}, {"averages_in_collective": True}),
+        ({"bucket_groups": "single"}, {"is_one_batch": True}),
+        ({"nonfinite_gradients": "allow"}, {"tests_finite": False}),
+        ({"nonfinite_gradients": "skip_step"}, {"skips_nonfinite": True}),
+        ({"check_for_large_grads": True}, {"tests_large": True}),
+        ({"unused_parameters": "zero"}, {"unused_is_zero": True}),
+        ({"skipped_forwards": "allow"}, {"counts_skipped_forwards": False}),
+        ({"fence": False}, {"has_fence": False, "copies_on_host": False}),  # only a fence sees ranks that read the wrong step
+        ({"read_peer_memory": False}, {"copies_on_host": False}),
+        ({"check_model_changes": False}, {"watches_model": False}),
+    ],
+    ids=lambda fields: "-".join(map(str, fields)) or "plain",
+)
+def test_a_switch_changes_its_part_of_a_step_and_no_other(switches, changes):
+    assert resolve_step(Config(**switches)) == replace(PLAIN, **changes)

@@ -172,8 +172,8 @@ TEXTS = {
     ),
     "CheckpointInvalidError": (
         "run/step-00000120: manifest.json: it is empty. The file was damaged or changed after it was written, or is not a "
-        "checkpoint of this library; nothing of it was loaded. steps 80, 100 can be tried: name one, or allow the fallback "
-        "to an older step."
+        "checkpoint of this library; nothing of it was loaded. steps 80, 100 can be tried: name one as the step to "
+        "read."
     ),
     "CheckpointMissingError": "run: no checkpoint for step 120. It holds steps 80, 100: name one.",
     "CheckpointMismatchError": ("run/step-00000120 does not fit, and nothing was changed:\n  - a is missing\n  - b is unknown"),

@@ -163,6 +163,19 @@ def test_cuts_at_a_parameter_that_is_frozen_now_end_the_rebuild_until_a_config_f
     assert [values_of(module) for module in ranks.modules] == [expected, expected]
 
 
+def test_the_config_of_a_rebuild_that_failed_is_not_kept():
+    ranks = Ranks(2, Weights())
+
+    def program(_, ddp):
+        with pytest.raises(ConfigError, match="bucket_cuts names 'nope'"):
+            ddp.rebuild(DistributedDataParallelConfig(bucket_cuts=("nope",)))
+        ddp.rebuild()
+
+    ranks.run(program)
+
+    assert ranks.ddps[0].ddp_config == DistributedDataParallelConfig()
+
+
 def test_a_rebuild_cannot_change_what_is_not_a_plan_and_leaves_all_as_it_was():
     ranks = Ranks(2, Weights())
     other = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduction="sum", bucket_cuts=("c",))

@@ -485,7 +485,7 @@ def test_whole_gradients_of_tied_weights_may_lie_anywhere():
 def test_shards_of_tied_weights_that_lie_in_different_places_are_refused():
     """Issue 844: the stages own different parts of the tied gradient, so adding up what they own mixes unrelated elements."""
     match = (
-        r"embedding\.weight at \(0, 0\) shape \(11, 6\) float32 with gradients of float32 from element 0 of a bucket of 128 "
+        r"embedding\.weight at \(0, 0\) of shape \(11, 6\) float32 with gradients of float32 from element 0 of a bucket of 128 "
         r"as shard.*from element 0 of a bucket of 256 as shard \d of 2 \(param.shared_embedding = True gives it a bucket of"
     )
     with pytest.raises(LayoutMismatchError, match=match):
@@ -567,6 +567,20 @@ def test_tied_weights_of_different_dtypes_are_refused():
     pipeline.world.run(program)
 
 
+def test_tied_weights_in_different_memory_orders_are_refused():
+    """What is summed are the flat buffers."""
+    pipeline = Pipeline()
+
+    def program(rank):
+        stage = Stage(pipeline.whole, rank // 2)
+        if rank >= 2:
+            stage.head.weight.data = torch.zeros(6, 11).T
+        with pytest.raises((LayoutMismatchError, PeerFailedError), match=r"of shape \(11, 6\) float32 strides 1 11 with"):
+            pipeline.wrap(rank, stage, use_distributed_optimizer=True)
+
+    pipeline.world.run(program)
+
+
 def test_tied_weights_are_told_by_their_global_names():
     """Issue 7452: local names taken for global ones. The stages would add up whatever comes in their order."""
     pipeline = Pipeline()
@@ -594,6 +608,63 @@ def test_a_norm_counts_layers_with_the_same_local_name_each_and_tied_weights_onc
     assert pipeline.world.run(program) == pytest.approx([expected] * 4, rel=1e-6)
 
 
+def tied_weight(stage):
+    return stage.get_parameter(TIED[stage.is_last])
+
+
+def test_a_frozen_tied_weight_is_that_of_the_first_stage():
+    pipeline = Pipeline()
+
+    def program(rank):
+        stage = Stage(pipeline.whole, rank // 2)
+        tied_weight(stage).requires_grad_(False).fill_(rank)
+        pipeline.wrap(rank, stage, use_distributed_optimizer=True)
+        return tied_weight(stage).unique().tolist()
+
+    assert pipeline.world.run(program) == [[0.0]] * 4
+
+
+def test_a_tied_weight_that_is_unfrozen_is_tied_by_the_rebuild():
+    pipeline = Pipeline()
+
+    def program(rank):
+        stage = Stage(pipeline.whole, rank // 2)
+        tied_weight(stage).requires_grad_(False)
+        ddp = pipeline.wrap(rank, stage, use_distributed_optimizer=True)
+        tied_weight(stage).fill_(rank).requires_grad_()
+        ddp.rebuild()
+        return tied_weight(stage).unique().tolist()
+
+    assert pipeline.world.run(program) == [[0.0]] * 4
+
+
+def test_a_tied_weight_that_only_one_stage_has_frozen_is_refused():
+    pipeline = Pipeline()
+
+    def program(rank):
+        stage = Stage(pipeline.whole, rank // 2)
+        tied_weight(stage).requires_grad_(rank < 2)
+        with pytest.raises((LayoutMismatchError, PeerFailedError)) as caught:
+            pipeline.wrap(rank, stage, use_distributed_optimizer=True)
+        return str(caught.value)
+
+    assert all("embedding.weight at (0, 0) of shape (11, 6) float32 frozen" in text for text in pipeline.world.run(program))
+
+
+def test_an_expanded_frozen_tied_weight_is_written_through_its_memory():
+    pipeline = Pipeline()
+
+    def program(rank):
+        stage = Stage(pipeline.whole, rank // 2)
+        expanded = torch.nn.Parameter(torch.full((11, 1), float(rank)).expand(11, 6), requires_grad=False)
+        expanded.shared = True
+        (stage.head if stage.is_last else stage.embedding).weight = expanded
+        pipeline.wrap(rank, stage, use_distributed_optimizer=True)
+        return tied_weight(stage).unique().tolist()
+
+    assert pipeline.world.run(program) == [[0.0]] * 4
+
+
 def test_weights_are_tied_before_main_parameters_are_cloned():
     """Of 16-bit weights the optimizer steps on float32 copies, which would keep the values from before."""
     pipeline = Pipeline()
@@ -605,7 +676,7 @@ def test_weights_are_tied_before_main_parameters_are_cloned():
         sum(param.float().sum() for param in stage.parameters()).backward()
         finalize_grads(ddp)
         optimizer.step()
-        return (stage.head if stage.is_last else stage.embedding).weight.detach().clone()
+        return tied_weight(stage).detach().clone()
 
     for weight in pipeline.world.run(program):
         assert torch.equal(weight, pipeline.whole.embedding.weight.bfloat16())

@@ -1,7 +1,7 @@
 """Backwards that come to a parameter before any output of the module: a part of it was called, or another term of the loss.
 
 Nothing but the hook of the first parameter tells that they have begun. All of this worked, and an attempt at cheaper hooks
-(docs/decisions/waiting-gradients.md) broke most of it, some without a word, so it is said here.
+(docs/decisions/gradients.md) broke most of it, some without a word, so it is said here.
 """
 
 import contextlib

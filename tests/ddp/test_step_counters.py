@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from megabucket.ddp.fence import Report, StepCounters, step_number_of
+from megabucket.ddp.fence import Report, StepCounters, describe, step_number_of
+from megabucket.ddp.guards import Problem
 from megabucket.errors import ConfigError
 
 HYPERPARAMETERS = (("lr of group 0", 0.25),)
@@ -39,7 +40,8 @@ def filled():
         counted.note_update(())
     for _ in range(6):
         counted.note_load()
-    counted.note_grad_scale(0.5)
+    counted.note_grad_scale(2.0)
+    counted.note_grad_scale(0.25)
     counted.note_missed_update("x")
     counted.note_failure("forward", "ValueError: boom")
     counted.note_late("a", bucket=1, num_buckets=2, phase="in flight")
@@ -78,6 +80,31 @@ class TestCounts:
         )
         assert [problem.kind for problem in report.problems] == ["PeerFailedError", "LateGradientError"]
 
+    def test_nobody_is_asked_to_stop_at_first(self):
+        assert (counters().wants_stop, counters().stop_is_wanted) == (False, False)
+
+    def test_the_report_of_a_call_has_what_tells_of_updates(self):
+        fields = {"problems": (Problem("PeerFailedError", {}),), "fingerprint": 7}
+
+        report = filled().call_report("wrap", **fields)
+
+        assert report == Report(2, "wrap", num_updates=5, missed_update="x", **fields)
+
+    def test_after_a_rebuild_settings_and_updates_are_those_of_before(self):
+        old, rebuilt = filled(), counters(2)
+        old.note_update(HYPERPARAMETERS)
+        old.wants_stop = old.stop_is_wanted = True
+
+        rebuilt.continue_from(old)
+        old.note_update(HYPERPARAMETERS)  # the old one is of no matter any more
+
+        report = report_of(rebuilt)
+        numbers = (*HYPERPARAMETERS, ("scale_gradients()", 0.5))
+        assert report == Report(
+            2, fingerprint=report.fingerprint, step_number=10, num_updates=6, missed_update="x", hyperparameters=(numbers,)
+        )
+        assert (rebuilt.wants_stop, rebuilt.stop_is_wanted) == (True, True)
+
     def test_after_a_fence_only_the_step_number_and_open_forwards_are_left(self):
         counted = filled()
 
@@ -85,6 +112,7 @@ class TestCounts:
 
         numbers = {"step_number": 10, "num_skipped_forwards": 1}
         assert {name: getattr(report_of(counted), name) for name in numbers} == numbers
+        assert report_of(counted, is_committing=True).hyperparameters == ((*HYPERPARAMETERS, ("scale_gradients()", 1.0)),)
         assert repr(report_of(counted)) == repr(Report(2, fingerprint=report_of(counted).fingerprint, **numbers))
 
     def test_after_a_dropped_step_only_the_step_number_is_left(self):
@@ -105,6 +133,13 @@ class TestCounts:
         assert [problem.kind for problem in report.problems] == ["PeerFailedError"]
         assert (report.num_dropped_steps, report.num_updates, report.num_loads) == (4, 5, 6)
 
+    def test_without_a_finding_there_is_nothing_to_forget(self):
+        counted = counters()
+
+        counted.forget_grads()
+
+        assert report_of(counted).fingerprint == NOTHING
+
     def test_a_broadcast_makes_loads_of_some_ranks_harmless(self):
         counted = filled()
 
@@ -114,10 +149,10 @@ class TestCounts:
 
     def test_the_first_cause_of_a_failure_counts_unless_a_later_one_is_certain(self):
         causes = []
-        for is_certain in (False, True):
+        for certainty in ({}, {"is_certain": True}):
             counted = counters()
             counted.note_failure("forward", "first")
-            counted.note_failure("backward", "second", is_certain=is_certain)
+            counted.note_failure("backward", "second", **certainty)
             causes.append(counted.problems["failure"].fields)
 
         assert causes == [{"phase": "forward", "cause": "first"}, {"phase": "backward", "cause": "second"}]
@@ -189,8 +224,9 @@ class TestFingerprint:
         assert report_of(counted).fingerprint == NOTHING
         assert report_of(counted, is_committing=True).fingerprint != report_of(counters(), is_committing=True).fingerprint
 
-    def test_the_numbers_of_updates_since_the_last_fence_count_whatever_their_order(self):
-        first, second = (("lr of group 0", 1.0),), (("lr of group 0", 2.0),)
+    @pytest.mark.parametrize("other", [2.0, math.nan])
+    def test_the_numbers_of_updates_since_the_last_fence_count_whatever_their_order(self, other):
+        first, second = (("lr of group 0", 1.0),), (("lr of group 0", other),)
         fingerprints = []
         for updates in [(first, second), (second, first), (first, first)]:
             counted = counters()
@@ -199,6 +235,14 @@ class TestFingerprint:
             fingerprints.append(report_of(counted).fingerprint)
 
         assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+
+    def test_the_numbers_of_16_updates_are_compared_and_all_are_counted(self):
+        counted = counters()
+
+        for _ in range(17):
+            counted.note_update(HYPERPARAMETERS)
+
+        assert (report_of(counted).num_updates, len(report_of(counted).hyperparameters)) == (17, 16)
 
     def test_an_update_whose_numbers_were_compared_only_counts(self):
         counted = counters()
@@ -229,6 +273,33 @@ class TestFingerprint:
         counted.start_step()
 
         assert report_of(counted).fingerprint == NOTHING
+
+
+class NamelessError(Exception):
+    """Somebody's own, whose text cannot be made."""
+
+    def __str__(self):
+        raise KeyError("name")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("boom"), "ValueError: boom"),
+        ("abort_step()", "abort_step()"),
+        (NamelessError(), "NamelessError (its text cannot be made: KeyError)"),
+        (
+            None,
+            (
+                "an exception that autograd keeps to itself; it stands in the log of that rank, and would stand here inside "
+                "`with ddp.step():`"
+            ),
+        ),
+    ],
+    ids=["exception", "text", "without a text", "unknown"],
+)
+def test_a_failure_is_described_in_reports(error, text):
+    assert describe(error) == text
 
 
 class TestStepNumber:

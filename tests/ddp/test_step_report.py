@@ -68,9 +68,9 @@ def unused(params):
     return Report(0, problems=(Problem("UnusedParameterError", {"params": list(params), "bucket": 0}),))
 
 
-def sent(report, **capacity):
+def sent(report):
     """The report as the others read it."""
-    return Report.from_bytes(report.to_bytes(**capacity))
+    return Report.from_bytes(report.to_bytes())
 
 
 @given(report=reports)
@@ -197,6 +197,15 @@ def test_a_report_with_every_fault_and_hostile_names_everywhere_fits_the_record(
     assert len(shown) >= 5
     assert all(set(name) == {*char, "."} and len(name) >= 23 for name in shown)
     assert len(again.problems[4].fields["finding"]) >= 40
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("char", HOSTILE, ids=[f"U+{ord(char):04X}" for char in HOSTILE])
+def test_a_report_with_every_fault_fits_the_smallest_record(char):
+    payload = full_of(char).to_bytes(4_096)
+
+    assert len(payload) <= 4_096
+    assert Report.from_bytes(payload).problems[3].fields["params"][-1] == "... 3000 in all"
 
 
 def test_at_least_five_names_are_sent_and_as_much_of_them_as_fits():

@@ -5,6 +5,7 @@ import pytest
 from megabucket.ddp.fence import Report, resolve_error
 from megabucket.ddp.guards import Problem
 from megabucket.errors import (
+    CallMismatchError,
     DetachedGradError,
     HyperparameterMismatchError,
     LateGradientError,
@@ -213,8 +214,9 @@ def test_of_several_faults_the_one_that_explains_the_others_is_named(first):
     assert text in str(error)
 
 
-def test_updates_that_differ_are_explained_by_the_first_rank_that_failed():
-    error = error_of(reports_of({"num_updates": 1}, FAILED, failed_in("backward", "other")))
+@pytest.mark.parametrize("end", [{}, {"sent_buckets": True}], ids=["in a step", "beside its buckets"])
+def test_updates_that_differ_are_explained_by_the_first_rank_that_failed(end):
+    error = error_of(reports_of({"num_updates": 1, **end}, FAILED, failed_in("backward", "other")))
 
     assert said(error) == said(
         ReplicasDivergedError(
@@ -242,6 +244,32 @@ def test_unused_parameters_are_named_with_the_ranks_that_miss_them():
     assert "'c' got no gradient on ranks 1, 2 of 3 ranks (first in bucket 3 of 4, counted from 0). They require" in str(error)
 
 
+class CountedName(str):
+    """A name that counts how often it is compared."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+    num_comparisons = 0
+
+    def __eq__(self, other):
+        CountedName.num_comparisons += 1
+        return str.__eq__(self, other)
+
+
+@pytest.mark.parametrize(
+    "change_of", [lambda names: problem(UnusedParameterError, params=names, bucket=0), lambda names: {"kept": tuple(names)}]
+)
+def test_the_names_of_all_ranks_are_compared_in_linear_time(change_of):
+    names = [f"experts.{index}" for index in range(50)]
+    reports = reports_of(*(change_of(list(map(CountedName, names))) for _ in range(20)), {})
+    CountedName.num_comparisons = 0
+
+    error = error_of(reports)
+
+    assert "experts.0" in str(error)
+    assert CountedName.num_comparisons <= 4 * 50 * 20  # a search in each list of 50 would take 25 * 50 * 20
+
+
 COMMITTING = {"is_committing": True, "hyperparameters": ("lr of group 0=0.1",)}
 
 
@@ -249,6 +277,21 @@ def test_hyperparameters_that_differ_before_an_update_are_an_error_that_has_spoi
     error = error_of(reports_of(COMMITTING, COMMITTING, COMMITTING | {"hyperparameters": ("lr of group 0=0.2",)}))
 
     assert said(error) == said(HyperparameterMismatchError(step=7, what="lr of group 0", by_rank=("0.1", "0.1", "0.2")))
+
+
+def test_of_hyperparameters_the_first_that_differs_is_named_whatever_its_name():
+    with_equals = [COMMITTING | {"hyperparameters": ("lr=0.1", f"a=b={value}")} for value in (1, 2)]
+
+    error = error_of(reports_of(*with_equals))
+
+    assert said(error) == said(HyperparameterMismatchError(step=7, what="a=b", by_rank=("1", "2")))
+
+
+@pytest.mark.parametrize("other", ["save_checkpoint()", "wrap: parameters"])
+def test_ranks_in_different_calls_or_parts_of_one_are_named(other):
+    error = error_of([Report(0, other), Report(1, "wrap: config")])
+
+    assert said(error) == said(CallMismatchError(step=7, by_rank=(other, "wrap: config")))
 
 
 @pytest.mark.parametrize(

@@ -679,6 +679,20 @@ class TestArguments:
 
         assert str(caught.value) == "communicator= brings its own ranks and recorder; drop process_group= and recorder="
 
+    def test_a_recorder_of_a_single_process_is_told_its_phases(self):
+        phases = []
+
+        class Recorder(ListRecorder):
+            def enter_phase(self, step: int, phase: str) -> None:
+                phases.append(phase)
+
+        ddp = DistributedDataParallel(torch.nn.Linear(2, 2), recorder=Recorder())
+
+        with ddp.step():
+            ddp(torch.ones(1, 2)).sum().backward()
+
+        assert "forward" in phases
+
     def test_the_layout_is_the_same_on_every_rank_and_is_data(self):
         ranks = Ranks(3, small_model(), bucket_size=10)
 

@@ -286,7 +286,7 @@ def test_pages_show_outputs():
 
 
 def test_a_page_shows_what_the_ladder_counts():
-    page = (ROOT / "docs/exercises/lessons.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/exercises.md").read_text(encoding="utf-8")
     command, output = re.search(
         r"^```console\n\$ python (examples/ladder_counts.*)\n((?:.*\n)*?)```$", page, re.MULTILINE
     ).groups()
@@ -297,7 +297,7 @@ def test_a_page_shows_what_the_ladder_counts():
 
 
 def test_the_calibrated_link_that_a_page_shows_can_be_read(tmp_path):
-    (link,) = blocks("yaml", "calibrate.md")
+    (link,) = blocks("yaml", "tune.md")
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({"link": yaml.safe_load(link)}))
 
     assert load_config(tmp_path / "run.yaml", []).link is not None
@@ -332,7 +332,7 @@ def test_the_pytest_plugin_runs_as_a_page_shows(tmp_path):
 def test_every_block_is_run_or_read_or_stands_in_the_table(page):
     languages = {name for name, _ in BLOCK.findall(page.read_text(encoding="utf-8"))}
     run = {"python", "sh", "bash", "console"}
-    read = {"report.md": {"yaml", "json"}, "calibrate.md": {"yaml"}, "tune.md": {"py"}}
+    read = {"report.md": {"yaml", "json"}, "tune.md": {"py", "yaml"}}
     read["property-test-your-layout.md"] = {"py", "ini"}
 
     assert languages <= run | read.get(page.name, set()) | NOT_RUN.keys()

@@ -64,7 +64,7 @@ class TestAlone:
 
         assert result.exit_code == 0, result.stderr
         lines = result.stdout.splitlines()
-        assert lines[0] == "none on cpu, 1 rank"
+        assert lines[0] == "one process without a process group, on cpu"
         assert lines[1].startswith("everything that megabucket relies on holds (10 questions in ")
         assert [line[:5] for line in lines].count("holds") == 10
 

@@ -109,7 +109,7 @@ def test_sums_that_lose_digits_on_the_way_are_found():
 
     precision = line(report, "float32 sums are precise")
     assert precision.status is Status.FINDING
-    assert "times the bound" in precision.answer
+    assert "of the most that float32 rounding can cause" in precision.answer
     assert line(report, "all-reduce SUM").status is Status.HOLDS  # small whole numbers have few digits
 
 

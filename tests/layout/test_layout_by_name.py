@@ -123,7 +123,8 @@ def test_a_cut_at_a_name_the_model_does_not_have_is_refused_also_where_cuts_are_
 
 
 def test_an_order_with_a_name_the_model_does_not_have_is_refused():
-    with pytest.raises(ConfigError, match="bucket_order names 'z', not among the 4 trainable parameters of the model"):
+    text = "bucket_order names 'z', not among the 4 trainable parameters of the model. It fits one model only: record the order"
+    with pytest.raises(ConfigError, match=text):
         layout_of(bucket_order=[*"dcbaz"])
 
 
@@ -209,6 +210,10 @@ def test_the_diff_names_cuts_that_only_one_layout_has_and_places():
 
     more_cuts = layout_diff(ours, layout_of(bucket_cuts=["c", "b"], bucket_order=["d", "c", "b", "a"]))
     by_size = layout_diff(ours, layout_of(bucket_size=200))
-    assert "buffer 0: cut 'b': missing != yes" in more_cuts
-    assert by_size[:2] == ("buffer 0: bucket_size: None != 200", "buffer 0: cut 'c': yes != missing")
-    assert [line.count("ready_index=None") for line in by_size[2:]] == [1] * 4
+    assert "buffer 0: cut 'b': missing != number 1" in more_cuts
+    assert by_size[:3] == (
+        "buffer 0: bucket_size: None != 200",
+        "buffer 0: is cut by name: True != False",
+        "buffer 0: cut 'c': number 0 != missing",
+    )
+    assert [line.count("ready_index=None") for line in by_size[3:]] == [1] * 4

@@ -141,8 +141,8 @@ BROKEN = {
     "order-is-the-recorded-one": [
         (
             "gradients come in another order",
-            replace(RECORDED, params={**RECORDED.params, "a": RECORDED.params["a"]._replace(ready_index=1)}),
-            "'b' (ready as number 7) stands before 'a' (number 1)",
+            replace(RECORDED, params={**RECORDED.params, "a": RECORDED.params["a"]._replace(ready_index=3)}),
+            "'b' (ready as number 7) stands before 'a' (number 3)",
         ),
     ],
     "starts-are-aligned": [
@@ -301,6 +301,30 @@ def test_an_order_that_knows_some_of_the_parameters_only_is_reported():
     half = with_slot(RECORDED, "c", ready_index=None)
 
     assert "each-parameter-once: 1 of 3 parameters have no place in the recorded order" in check_layout(ModelLayout((half,)))
+
+
+def test_a_pair_of_which_one_has_no_place_is_looked_at_by_registration():
+    half = with_slot(RECORDED, "a", ready_index=None)
+
+    assert violations_of("order-is-the-recorded-one", half) == []
+    assert violations_of("order-is-reverse-registration", half) == ["'b' (number 0) stands before 'a' (number 1)"]
+
+
+def test_a_pair_without_a_place_hides_no_later_one():
+    half = with_slot(with_slot(RECORDED, "c", ready_index=None), "a", ready_index=3)
+
+    assert violations_of("order-is-the-recorded-one", half) == ["'b' (ready as number 7) stands before 'a' (number 3)"]
+
+
+def test_a_shared_embedding_that_is_not_the_last_of_its_bucket_does_not_close_it():
+    d = ParamSlot(0, 36, bucket=0, registration_index=3, shape=(36,), shared_embedding=True)
+    c = SOUND.params["c"]._replace(start=64, stop=100, shape=(36,))
+    buckets = (replace(SOUND.buckets[0], params=("d", "c")), SOUND.buckets[1])
+    early = replace(SOUND, params={**SOUND.params, "c": c, "d": d}, buckets=buckets, bucket_size=1000)
+
+    assert violations_of("buckets-close-at-the-bucket-size", early) == [
+        "bucket 0 closes at 100 elements, before bucket_size=1000"
+    ]
 
 
 def test_a_bucket_closed_by_a_shared_embedding_may_count_the_gap_before_it():

@@ -39,6 +39,14 @@ class TestExamples:
             Segment(0, Span(256, 356), ("a",)),
         )
 
+    def test_a_segment_ends_where_the_state_of_the_optimizer_is_another(self):
+        buffer = one_buffer(100, 100, 100)
+        steps = {"a": 2, "b": 1, "c": 1}
+
+        segments = plan_segments(buffer, dict.fromkeys("abc", 0), rank=0, is_sharded=False, signature_of=steps)
+
+        assert segments == (Segment(0, Span(0, 228), ("c", "b")), Segment(0, Span(256, 356), ("a",)))
+
     def test_a_segment_ends_with_its_bucket(self):
         buffer = one_buffer(100, 100, bucket_size=100)
 

@@ -144,6 +144,18 @@ def test_a_rank_between_two_parameters_owns_pieces_of_both():
     ]
 
 
+def test_a_single_rank_in_the_gap_between_two_parameters_owns_padding_only():
+    # b [0, 100), a [128, 228), bucket [0, 256), shards of 16: that of rank 7 is [112, 128).
+    buffer = only_buffer([ParamSpec("a", (100,)), ParamSpec("b", (100,))], dp_size=16)
+
+    assert list(shard_owners(buffer, bucket=0)) == [
+        ShardOwners(0, 6, ("b",)),
+        ShardOwners(7, 7, ()),
+        ShardOwners(8, 14, ("a",)),
+        ShardOwners(15, 15, ()),
+    ]
+
+
 @given(layout=model_layouts(specs=param_specs(max_params=8, max_numel=400), dp_size=dp_sizes(max_size=40)))
 def test_owners_are_all_ranks_in_order_each_with_the_parameters_of_its_slices(layout):
     for buffer in layout.buffers:

@@ -56,15 +56,17 @@ class TestIdentity:
 
 
 class TestMegatron:
-    IDENTITY = staticmethod(megatron_identity(tp_rank=1, tp_size=4))
+    @staticmethod
+    def identity(name, param):
+        return megatron_identity(tp_rank=1, tp_size=4)(name, param)
 
     def test_a_parameter_without_attributes_is_copied_along_tensor_parallel_ranks(self):
-        assert self.IDENTITY("norm", param(8)) == ParamIdentity("norm", (8,), (0,), "dense", ("tp",))
+        assert self.identity("norm", param(8)) == ParamIdentity("norm", (8,), (0,), "dense", ("tp",))
 
     def test_a_tensor_parallel_one_is_a_block_of_a_larger_one_and_no_copy(self):
         cut = param(8, 3, tensor_model_parallel=True, partition_dim=1, partition_stride=1)
 
-        assert self.IDENTITY("head", cut) == ParamIdentity("head", (8, 12), (0, 3), "dense", ())
+        assert self.identity("head", cut) == ParamIdentity("head", (8, 12), (0, 3), "dense", ())
 
     def test_one_tensor_parallel_rank_has_no_copies_elsewhere(self):
         assert megatron_identity(tp_rank=0, tp_size=1)("norm", param(8)).copies == ()
@@ -72,14 +74,14 @@ class TestMegatron:
     def test_the_tied_copy_of_a_later_stage_is_one_along_the_embedding_ranks(self):
         tied = param(8, 3, tensor_model_parallel=True, partition_dim=0, shared=True)
 
-        assert self.IDENTITY("head", tied) == ParamIdentity("head", (32, 3), (8, 0), "dense", ("embd",), ("embd",))
-        copied = self.IDENTITY("head", param(8, shared=True))
+        assert self.identity("head", tied) == ParamIdentity("head", (32, 3), (8, 0), "dense", ("embd",), ("embd",))
+        copied = self.identity("head", param(8, shared=True))
         assert (copied.copies, copied.partial) == (("tp", "embd"), ("embd",))
 
     def test_a_copy_that_sees_a_part_of_the_sequence_has_a_part_of_the_gradient(self):
-        assert self.IDENTITY("norm", param(8, sequence_parallel=True)).partial == ("tp",)
+        assert self.identity("norm", param(8, sequence_parallel=True)).partial == ("tp",)
         cut = param(8, 3, tensor_model_parallel=True, partition_dim=0, sequence_parallel=True)
-        assert self.IDENTITY("head", cut).partial == ()
+        assert self.identity("head", cut).partial == ()
 
     def test_parts_of_a_gradient_lie_along_copies(self):
         text = refusal(lambda: ParamIdentity("head", (4,), (0,), copies=("tp",), partial=("embd",)))
@@ -87,8 +89,8 @@ class TestMegatron:
         assert "partial some of them" in text
 
     def test_a_parameter_that_is_not_reduced_with_the_others_is_an_expert(self):
-        assert self.IDENTITY("expert", param(8, allreduce=False)).group == "expert"
-        assert self.IDENTITY("dense", param(8, allreduce=True)).group == "dense"
+        assert self.identity("expert", param(8, allreduce=False)).group == "expert"
+        assert self.identity("dense", param(8, allreduce=True)).group == "dense"
 
     def test_experts_may_be_cut_over_ranks_of_their_own(self):
         identity = megatron_identity(tp_rank=1, tp_size=4, expert_tp=(0, 2))
@@ -111,10 +113,15 @@ class TestMegatron:
     def test_parts_that_are_no_contiguous_block_are_refused_by_name(self, dim, stride):
         gated = param(8, 3, tensor_model_parallel=True, partition_dim=dim, partition_stride=stride)
 
-        assert refusal(lambda: self.IDENTITY("mlp.fc1", gated)) == (
+        assert refusal(lambda: self.identity("mlp.fc1", gated)) == (
             f"parameter 'mlp.fc1' of shape (8, 3) is no contiguous block of a larger one: partition_dim={dim}, "
             f"partition_stride={stride}. Give identity= a function that knows where its parts belong"
         )
+
+    def test_a_cut_without_a_dimension_is_refused(self):
+        text = refusal(lambda: self.identity("head", param(8, 3, tensor_model_parallel=True)))
+
+        assert "partition_dim=-1, partition_stride=1" in text
 
 
 class TestClaims:

@@ -14,7 +14,7 @@ from megabucket.planning.links import FlatLink
 
 COST = st.floats(0, 1e-2)
 LINK = FlatLink(latency_s=1e-4, seconds_per_byte=1e-9)
-FENCE_S = 1e-4 + 144e-9
+FENCE_S = 1e-4 + 48e-9
 
 
 def phases_of(num_buckets, *, launch, per_byte, finish, update, gather, small, optimizer, num_bytes=1000):

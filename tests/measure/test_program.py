@@ -1,5 +1,6 @@
 """Any program is a workload: a function of one's own, run through the same doors as the demo."""
 
+import functools
 import itertools
 from typing import Annotated
 
@@ -69,6 +70,22 @@ def test_a_function_is_profiled_from_python():
     workload = profile_program(own_workload, RunConfig(), plan, ranks=Ranks()).workload
 
     assert [tensor.name for tensor in workload.tensors] == ["weight", "bias"]
+
+
+def workload_with_an_unknown_name(config: "NotImported", ranks):  # noqa: F821 - as after an import under TYPE_CHECKING
+    return program_of(endless)
+
+
+@pytest.mark.parametrize(
+    ("workload", "why"),
+    [
+        (workload_with_an_unknown_name, "NameError: name 'NotImported' is not defined"),
+        (functools.partial(own_workload), "TypeError: "),
+    ],
+)
+def test_annotations_that_cannot_be_read_are_a_config_error(workload, why):
+    with pytest.raises(ConfigError, match=f"the annotations of the function cannot be read: {why}"):
+        load_workload_config(workload, None, [])
 
 
 def test_the_config_is_read_with_the_class_that_the_function_asks_for():

@@ -32,6 +32,15 @@ def test_a_variable_that_is_missing_is_named(missing):
         pass
 
 
+@pytest.mark.parametrize(("name", "size"), [("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")])
+def test_a_rank_beyond_the_number_of_ranks_is_refused_before_it_joins(name, size, monkeypatch):
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: pytest.fail("joins the other ranks"))
+    environment = {**TORCHRUN, name: TORCHRUN[size]}
+
+    with pytest.raises(ConfigError, match=rf"{name}=(\d) and {size}=\1 disagree"), joined_ranks(environment):
+        pass
+
+
 def test_a_variable_that_is_no_number_is_named():
     with pytest.raises(ConfigError, match="WORLD_SIZE is 'two'"), joined_ranks({**TORCHRUN, "WORLD_SIZE": "two"}):
         pass

@@ -211,6 +211,21 @@ def test_five_rounds_say_nothing_however_large_the_gain():
     assert (decision.comparisons[0].low, decision.comparisons[0].high) == (-1.0, math.inf)
 
 
+@pytest.mark.parametrize(("num_others", "needed"), [(1, 6), (2, 7), (4, 8)])  # 2**-needed <= 0.05 / num_others / 2
+def test_a_decision_needs_more_rounds_the_more_candidates_there_are(num_others, needed):
+    def after(count):
+        return decide({DEFAULT: [3.0] * count, **{f"c{index}": [1.0] * count for index in range(num_others)}})
+
+    found = [after(count) for count in (1, needed - 1, needed)]
+
+    assert [(each.num_rounds, each.num_rounds_needed) for each in found] == [
+        (1, needed),
+        (needed - 1, needed),
+        (needed, needed),
+    ]
+    assert [each.is_undecided for each in found] == [each.is_default for each in found] == [True, True, False]
+
+
 def test_a_gain_below_the_least_that_counts_is_left_alone():
     seconds = {DEFAULT: [1.005] * 12, "faster": [1.0] * 12}
 

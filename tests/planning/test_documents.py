@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megabucket.errors import ConfigError
-from megabucket.planning.documents import MAX_BYTES, Document, parse_yaml, read_yaml
+from megabucket.planning.documents import MAX_BYTES, Document, parse_yaml, read_json, read_yaml
 
 
 def load(text):
@@ -118,7 +118,7 @@ def test_a_byte_order_mark_is_not_part_of_the_first_key(tmp_path):
 # What is refused, with the text
 
 
-@pytest.mark.parametrize("text", ["010", "-010", "0o17", "0x1F", "0b1", "1:30", "1:30:00", "4_0", "40_000_000", "00", "0_0"])
+@pytest.mark.parametrize("text", ["0o17", "0x1F", "0b1", "1:30", "1:30:00", "4_0", "40_000_000", "0_0"])
 def test_a_number_that_yaml_versions_read_differently_is_text(text):
     assert load(f"key: {text}") == {"key": text}
 
@@ -126,6 +126,20 @@ def test_a_number_that_yaml_versions_read_differently_is_text(text):
 def test_a_key_given_twice_is_refused_with_both_lines():
     assert refusal("ddp:\n  bucket_size: 1\n  layout: stable\n  bucket_size: 2\n") == (
         "run.yaml:4: not valid YAML: the key 'bucket_size' is given twice, first in line 2; keep one of them"
+    )
+
+
+@pytest.mark.parametrize(("text", "decimal"), [("010", "10"), ("-010", "-10"), ("+07", "+7"), ("00", "0")])
+def test_a_whole_number_that_begins_with_a_zero_is_refused(text, decimal):
+    assert refusal(f"a: 1\nkey: {text}") == (
+        f"run.yaml:2: not valid YAML: '{text}' is octal in some versions of YAML; write {decimal} for a "
+        "number, or quote the text"
+    )
+
+
+def test_a_key_given_twice_on_one_line_is_refused():
+    assert refusal("ddp: {num_buckets: 4, num_buckets: 8}") == (
+        "run.yaml:1: not valid YAML: the key 'num_buckets' is given twice, first in line 1; keep one of them"
     )
 
 
@@ -161,10 +175,12 @@ def test_a_hundred_levels_are_read():
     assert load("[" * 100 + "]" * 100) is not None
 
 
-def test_an_alias_is_the_value_it_names_and_costs_no_memory_of_its_own():
-    text = "a: &a [x,x]\n" + "\n".join(f"b{i}: &b{i} [*a,*a]" for i in range(30))
-
-    assert load(text)["b29"] == [["x", "x"], ["x", "x"]]
+@pytest.mark.parametrize("text", ["a: 1\nb: &x {c: 1}", "a: 1\nb: *x"])
+def test_anchors_and_aliases_are_refused(text):
+    assert refusal(text) == (
+        "run.yaml:2: not valid YAML: anchors (&) and aliases (*) are not read, as an override would change both places; "
+        "write it twice"
+    )
 
 
 @pytest.mark.parametrize(
@@ -211,6 +227,14 @@ def test_bytes_that_are_not_utf_8_are_refused_with_their_line(tmp_path):
         read_yaml(path)
 
     assert str(caught.value).startswith(f"{path}: not valid YAML: unacceptable character #x00ff: invalid start byte")
+
+
+def test_json_with_a_number_of_thousands_of_digits_is_refused(tmp_path):
+    path = tmp_path / "big.json"
+    path.write_text("1" * 5_000)
+
+    with pytest.raises(ConfigError, match=r"big\.json: not valid JSON: Exceeds the limit"):
+        read_json(path, max_bytes=MAX_BYTES, what="a test")
 
 
 # Any input at all

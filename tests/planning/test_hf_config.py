@@ -181,6 +181,44 @@ def test_what_the_file_says_and_leaves_out_becomes_a_llama(write, data, fields):
     assert {name: getattr(decoder, name) for name in fields} == fields
 
 
+@pytest.mark.parametrize(
+    ("data", "notice"),
+    [
+        (
+            {**{key: value for key, value in MISTRAL_7B.items() if key != "num_key_value_heads"}, "num_key_value_head": 4},
+            (
+                "read vocab_size, num_hidden_layers, hidden_size, num_attention_heads, intermediate_size, tie_word_embeddings, "
+                "torch_dtype; not given, so the default counts: num_key_value_heads=8, head_dim=null"
+            ),
+        ),
+        (
+            GPT2,
+            (
+                "read vocab_size, n_positions, n_layer, n_embd, n_head; not given, so the default counts: n_inner=null, "
+                'tie_word_embeddings=true, add_cross_attention=false, dtype="float32"'
+            ),
+        ),
+        (
+            DEEPSEEK_V3,
+            (
+                "read vocab_size, num_hidden_layers, hidden_size, num_attention_heads, num_experts_per_tok, "
+                "moe_intermediate_size, n_routed_experts, n_shared_experts, first_k_dense_replace, intermediate_size, "
+                "q_lora_rank, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, torch_dtype; "
+                "not given, so the default counts: tie_word_embeddings=false, moe_layer_freq=1, attention_bias=false"
+            ),
+        ),
+    ],
+    ids=["misspelt", "gpt2", "deepseek"],
+)
+def test_what_was_read_and_what_was_left_to_a_default_is_told_once(write, caplog, data, notice):
+    config = write(data)
+
+    read_hf_config(config)
+    read_hf_config(config)
+
+    assert [record.getMessage() for record in caplog.records] == [f"megabucket: {config.path}: {notice}"]
+
+
 def test_a_mixture_of_experts_keeps_what_its_tokens_pass(write):
     decoder = read_hf_config(write(DEEPSEEK_V3))
 

@@ -48,6 +48,37 @@ def test_an_empty_file_is_a_run_of_defaults(write):
     assert run.optimizer.name == "adamw"
 
 
+@pytest.mark.parametrize("name", ["12:30.yaml", "at:noon"])
+def test_a_file_with_a_colon_in_its_name_is_a_file(name, tmp_path):
+    (tmp_path / name).write_text("ddp: {num_buckets: 3}")
+
+    assert load_config(tmp_path / name).ddp.num_buckets == 3
+
+
+def test_a_missing_yaml_file_with_a_colon_in_its_name_is_no_function(tmp_path):
+    assert str(refusal(tmp_path / "12:30.yaml")).endswith("12:30.yaml: cannot be read: No such file or directory")
+
+
+def test_json_with_our_sections_is_a_config_of_ours_with_lines(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text('{"ddp":\n {"num_buckets": 3}}')
+
+    assert load_config(path).ddp.num_buckets == 3
+    path.write_text('{"ddp":\n {"num_buckets": "x"}}')
+    assert str(refusal(path)).startswith(f"{path}:2: ddp.num_buckets: ")
+
+
+def test_a_model_s_json_stays_one_whatever_else_it_says(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "gpt2", "optimizer": {"name": "sgd"}}')
+
+    run = load_config(path)
+
+    assert run.model is not None
+    assert run.model.kind == "hf_config"
+    assert run.optimizer.name == "adamw"
+
+
 def test_without_a_file_the_overrides_say_everything():
     run = load_config(None, ["fabric.latency_s=1e-4", "fabric.bytes_per_s=2e9"])
 
@@ -313,6 +344,30 @@ def test_a_wrong_sort_of_value_is_told_in_the_words_of_the_file(write, text, mes
     path = write(text)
 
     assert lines_of(refusal(path), path) == [message]
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "problem"),
+    [
+        ("", "dpd.bucket_size=1", "dpd: unknown key 'dpd'; did you mean 'ddp'?"),
+        ("ddp: {fence: true}", "ddp.bucket_sise=1", "ddp.bucket_sise: unknown key 'bucket_sise'; did you mean 'bucket_size'?"),
+        ("", "fabric.latency_s=1", "fabric.bytes_per_s: is required"),
+        ("link: {latency_s: 1, seconds_per_byte: 0}", "link.kind=rign", "link: tag 'rign' found using 'kind' does not match"),
+        (f"model: {GPT}", "model.kind=params", "model.params: is required"),
+    ],
+)
+def test_what_only_an_override_can_have_caused_is_blamed_on_it(write, text, override, problem):
+    error = refusal(write(text), override)
+
+    assert any(each.startswith(f"command line, '{override}': {problem}") for each in error.problems)
+
+
+def test_a_problem_of_the_file_is_not_blamed_on_an_override_beside_it(write):
+    path = write("link: {kind: ring, latency_s: -1}\n")
+
+    error = refusal(path, "link.kind=flat", "link.seconds_per_byte=0", "ddp.fence=false")
+
+    assert lines_of(error, path) == ["run.yaml:1: link.latency_s: should be greater than or equal to 0 (got -1)"]
 
 
 def test_what_is_missing_is_placed_at_the_section_that_lacks_it(write):

@@ -13,10 +13,10 @@ from megabucket.cli.main import app
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.layout import ParamSpec
 from megabucket.planning import RunConfig
-from megabucket.planning.links import ReplicatedLink, TwoLevelLink
+from megabucket.planning.links import MeasuredLink, ReplicatedLink, TwoLevelLink
 from megabucket.planning.memory import memory_by_mode
 from megabucket.planning.partition import optimal_plan
-from megabucket.planning.setting import Setting
+from megabucket.planning.setting import Setting, outlook_of
 from megabucket.planning.simulate import Mode, simulate_step_s
 from megabucket.planning.workload import TensorWork, Workload
 from megabucket.report import collect
@@ -47,7 +47,7 @@ def test_a_step_sends_what_the_grid_of_shards_and_replicas_needs():
         ("bucket 1 over replicas", "all_reduce", 2, dense / 4),
         ("bucket 2", "reduce_scatter", 4, dense / 2 * 3 / 4),
         ("bucket 2 over replicas", "all_reduce", 2, dense / 2 / 4),
-        ("step collective 0", "all_reduce", 8, 2 * 144 * 7 / 8),
+        ("step collective 0", "all_reduce", 8, 2 * 48 * 7 / 8),
         ("step collective 1", "all_reduce", 8, 2 * 8 * 7 / 8),
         ("param gather 2", "all_gather", 4, dense / 2 * 3 / 4),
         ("param gather 1", "all_gather", 4, dense * 3 / 4),
@@ -82,6 +82,19 @@ def test_no_plan_on_a_grid_is_shorter_than_the_optimal_one(workload, link, num_i
     cuts = itertools.product([False, True], repeat=len(workload.tensors) - 1)
     shortest_s = min(simulate_step_s(workload, plan_of(workload, each), grid, **choices) for each in cuts)
     assert step_s == pytest.approx(shortest_s, rel=1e-9, abs=1e-9)
+
+
+def test_over_a_table_no_plan_on_a_grid_is_below_the_bound_nor_above_the_optimal_one_of_the_sweep():
+    """A table that is nearly flat and then steep: its fitted line lies above some of its points."""
+    points = ((1e3, 1e-3), (1e6, 1.1e-3), (1e8, 1e-1))
+    kinds = (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER)
+    link = MeasuredLink.of({(kind, "float32"): points for kind in kinds}, num_ranks=2)
+    workload = Workload(tuple(TensorWork(f"t{index}", 10_000, 1e-5, 1e-5) for index in range(24)))
+    setting = Setting(workload, link, RS, 4, num_instances=2)
+
+    outlook = outlook_of(setting)
+
+    assert outlook.lower_bound_s <= outlook.optimal.step_s <= outlook.best.step_s * (1 + 1e-9)
 
 
 def test_replicas_of_a_shard_lie_in_other_nodes_where_a_replica_fills_one():

@@ -1,4 +1,8 @@
-"""What the planner says about the shipped models stays what it was: times, lower bounds, layouts and memory."""
+"""What the planner says about the shipped models stays what it was: times, lower bounds, layouts and memory.
+
+The figures were recorded when a fence counted 144 bytes. It has 48, which ``test_sweep.py`` checks. Here the old size is put
+in its place, so that everything else about a step is compared exactly.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,14 @@ from pathlib import Path
 import pytest
 from tests.planning.preset_figures import LINKS, MODELS, MODES, case_name, size_figures, step_figures
 
+from megabucket.planning import setting
+from megabucket.trace import CollectiveKind
+
 RECORDED = json.loads(Path(__file__).with_name("preset_figures.json").read_text())
 LARGE = {"deepseek-v2-lite", "deepseek-v3"}  # seconds of layouts each
 BY_DAY = [model for model in MODELS if model not in LARGE]
 MEASURED_LINK = "gloo-loopback"
+RECORDED_FENCE = (CollectiveKind.ALL_REDUCE, 144)
 
 
 def models():
@@ -28,7 +36,8 @@ def test_a_shipped_model_has_the_recorded_layout_and_memory(model):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("link", "dp_size"), LINKS)
 @pytest.mark.parametrize("model", models())
-def test_a_shipped_model_has_the_recorded_steps(model, link, dp_size, mode):
+def test_a_shipped_model_has_the_recorded_steps(model, link, dp_size, mode, monkeypatch):
+    monkeypatch.setattr(setting, "FENCE", RECORDED_FENCE)
     recorded = RECORDED[model][case_name(link, dp_size, mode)]
 
     figures = step_figures(model, link, dp_size, mode)

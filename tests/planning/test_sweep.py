@@ -44,9 +44,9 @@ def test_what_follows_the_buckets_depends_on_mode_fence_and_ranks():
         setting = Setting(workload, flat(1.0, 0.0), config, dp_size=dp_size, **more)
         return [size for _, size in setting.step_collectives]
 
-    assert kinds(2) == [144]
-    assert kinds(2, use_distributed_optimizer=True) == [144, 8]
-    assert kinds(2, use_distributed_optimizer=True, has_grad_norm=False) == [144]
+    assert kinds(2) == [48]
+    assert kinds(2, use_distributed_optimizer=True) == [48, 8]
+    assert kinds(2, use_distributed_optimizer=True, has_grad_norm=False) == [48]
     assert kinds(2, fence=False) == []
     assert kinds(1, use_distributed_optimizer=True) == []
     assert Setting(workload, flat(1.0, 0.0), RS, dp_size=2).step_collectives == ()

@@ -1,4 +1,4 @@
-"""How batches are launched on gloo: see docs/decisions/gloo-coalesced-gather.md and docs/decisions/gloo-tensors.md."""
+"""How batches are launched on gloo: see docs/decisions/gloo.md."""
 
 from __future__ import annotations
 

@@ -501,14 +501,14 @@ def refused_fields(rank: Rank) -> dict[str, tuple[str, str]]:
             config = make()
             supported = getattr(config, name)
             setattr(config, name, 2 if isinstance(supported, int) else "other")
-            found[name] = (f"{name}={getattr(config, name)!r} (must be {supported!r})", text_of(check, config))
+            found[name] = (f"{name}={getattr(config, name)!r} (must be {supported!r}: ", text_of(check, config))
     for name, value, supported in (
         ("lr", 0.5, 0.001),
         ("adam_beta2", 0.5, 0.999),
         ("decoupled_weight_decay", False, True),
         ("use_distributed_optimizer", True, False),
     ):
-        found[name] = (f"{name}={value} (must be {supported})", text_of(as_optimizer, OptimizerConfig(**{name: value})))
+        found[name] = (f"{name}={value} (must be {supported}: ", text_of(as_optimizer, OptimizerConfig(**{name: value})))
     as_optimizer(OptimizerConfig(lr=1e-3, weight_decay=1e-2, min_lr=1e-5, barrier_with_L1_time=True, muon_momentum=0.5))
     as_optimizer(OptimizerConfig(optimizer="sgd"))
     return found
@@ -525,8 +525,12 @@ def test_each_field_without_a_counterpart_is_refused_by_name(pool_of_one):
 
     for expected, text in found.values():
         assert re.fullmatch(
-            rf"\w+Config has values that are not supported: {re.escape(expected)}\. The reasons are in .*", text
+            rf"\w+Config has values that are not supported: {re.escape(expected)}.+\)\. All refused fields are in .*", text
         )
+        assert "not known to the adapter" not in text
+    assert found["nccl_ub"][1].endswith(
+        "memory is not registered with NCCL). All refused fields are in docs/migrate/megatron.md."
+    )
 
 
 def names_of_wrapper(rank: Rank) -> set[str]:
@@ -575,6 +579,15 @@ def surfaces(rank: Rank) -> tuple[set[str], set[str]]:
             ):
                 assert "step() counts zeros" in text_of(getattr(optimizer, name))
                 refused.add(name)
+        for owner, name, instead in (
+            (ddp, "expert_parallel_buffers", "read ddp.wrapper.param_and_grad_buffers"),
+            (optimizer, "save_parameter_state", "call megabucket.save_checkpoint"),
+        ):
+            with pytest.raises(AttributeError, match=f"of the adapter has no {name}; {instead}"):
+                getattr(owner, name)
+        for owner in (ddp, optimizer):
+            with pytest.raises(AttributeError, match="object has no attribute 'nonsense'"):
+                owner.nonsense  # noqa: B018
         assert ddp.params_with_grad == list(ddp.module.parameters())
         assert ddp.dp_group.size() == ddp.expt_dp_group.size() == 1
         assert optimizer.state_dict(is_loading=True).keys() == {"optimizer"}

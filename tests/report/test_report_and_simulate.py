@@ -62,10 +62,23 @@ def test_plans_and_scaling_of_a_model_are_the_same_too(tmp_path):
     assert [row["optimal"] for row in reported["scaling"]] == simulated["scaling"]
 
 
+@pytest.mark.parametrize(
+    ("config", "link"),
+    [
+        (TENSORS, {"kind": "flat", "latency_s": 1.4e-3, "seconds_per_byte": 2.375e-10}),
+        (MODEL, {"kind": "ring", "latency_s": 1e-5, "bytes_per_s": 1e9}),
+    ],
+)
+def test_the_link_is_the_section_of_a_config(tmp_path, config, link):
+    reported, _ = _figures(tmp_path, config, "--dp-size", "4")
+
+    assert reported["link"] == link
+
+
 def test_the_small_collectives_of_a_step_count_with_a_model(tmp_path):
     sent, _ = _figures(tmp_path, MODEL, "--dp-size", "4")
     unfenced, _ = _figures(tmp_path, MODEL, "--dp-size", "4", "ddp.fence=false")
 
-    # 4 ranks in a ring: 2 * 3 hops, and 3 / 4 of 144 bytes there and back
-    fence_s = 6 * 1e-5 + 2 * 144 * 3 / 4 / 1e9
+    # 4 ranks in a ring: 2 * 3 hops, and 3 / 4 of 48 bytes there and back
+    fence_s = 6 * 1e-5 + 2 * 48 * 3 / 4 / 1e9
     assert sent["plans"][0]["step_s"] - unfenced["plans"][0]["step_s"] == pytest.approx(fence_s, rel=1e-6)

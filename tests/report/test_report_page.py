@@ -48,6 +48,22 @@ def test_placeholders_in_names_stay_names():
     assert data_of(html)["buckets"][0]["last_param"] == "@DATA@@STYLE@@SCRIPTS@"
 
 
+def test_the_link_is_in_words_and_whole():
+    fields = {"inside": {"latency_s": 1e-6, "bytes_per_s": 1e11}, "between": {"latency_s": 1e-5, "bytes_per_s": 5e10}}
+    link = {"kind": "two_level", **fields, "ranks_per_node": 8}
+    measured = {"kind": "table", "num_ranks": 4, "facts": {f"fact {i}": "x" * 30 for i in range(9)}}
+    measured["tables"] = [{"operation": "all_reduce", "points": [[1, 1e-3], [2, 2e-3]]}]
+
+    in_words, of_table = (data_of(render_page(report(small(link=each))))["facts"]["Link"] for each in (link, measured))
+
+    assert in_words == (
+        "kind two_level, inside (kind ring, latency_s 1e-06, bytes_per_s 100000000000.0), "
+        "between (kind ring, latency_s 1e-05, bytes_per_s 50000000000.0), ranks_per_node 8"
+    )
+    assert of_table.startswith("kind table, num_ranks 4, facts (fact 0 xxx")
+    assert of_table.endswith(f"fact 8 {'x' * 30})")
+
+
 @pytest.mark.parametrize("count", [1, 3_000])
 @pytest.mark.parametrize("name", ["p{}", "{}" + "名" * 900])
 def test_the_page_stays_small(count, name):

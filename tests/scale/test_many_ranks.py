@@ -8,6 +8,9 @@ from one_of_many import OneOfMany
 
 import megabucket as mb
 from megabucket.comm import AllGather, AllReduce, Broadcast, ReduceOp, ReduceScatter, exchange
+from megabucket.config.resolve import resolve_step
+from megabucket.ddp.fence import Fence, Report
+from megabucket.ddp.guards import Problem
 from megabucket.errors import LayoutMismatchError, MegabucketError, PeerFailedError, ReplicasDivergedError, UnusedParameterError
 from megabucket.testing import ListRecorder, LoopbackWorld
 from megabucket.testing.loopback import MismatchedCollectiveError
@@ -108,6 +111,20 @@ def test_wrapping_asks_four_times_with_48_bytes_whatever_the_number_of_ranks(con
             ("wrap: parameters", 48),  # only with init_sync=True
             ("DistributedOptimizer()", 48),
         ]
+
+
+@pytest.mark.parametrize(("size", "record_bytes"), [(2, 16_384), (4_096, 16_384), (8_192, 8_192), (32_768, 4_096)])
+def test_a_failed_step_sends_shorter_reports_where_there_are_more_ranks(size, record_bytes):
+    recorder = ListRecorder(records_time=False)
+    policy = resolve_step(mb.DistributedDataParallelConfig())
+    fence = Fence(OneOfMany(size=size, recorder=recorder), num_buckets=1, policy=policy, device=CPU)
+    names = [f"layers.{index}.weight" for index in range(3_000)]
+
+    fence.send(Report(0, problems=(Problem("UnusedParameterError", {"params": names, "bucket": 0}),)))
+    fence.take(list)
+
+    report = recorder.collectives[-1]
+    assert (report.label, report.payload_bytes) == ("step report", size * (8 + record_bytes))
 
 
 def test_comparing_replicas_takes_sixteen_bytes_for_each_parameter_whatever_the_number_of_ranks():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megabucket.config import DistributedDataParallelConfig
-from megabucket.layout import BufferLayout, ModelLayout, ParamSpec, build_layout
+from megabucket.layout import BufferLayout, ModelLayout, ParamSpec, ShardSlice, Span, build_layout, shard_slices
 from megabucket.testing import (
     assert_json_round_trip,
     assert_layouts_equal,
@@ -13,7 +13,9 @@ from megabucket.testing import (
     assert_shards_partition,
     assert_sound,
     assert_views_are_a_bijection,
+    invariants,
 )
+from megabucket.testing.invariants import layout_diff
 
 # b [0, 100) and a [128, 228), one bucket of 256, two shards of 128.
 SPECS = [ParamSpec("a", (10, 10)), ParamSpec("b", (100,))]
@@ -27,6 +29,22 @@ def with_slot(name: str, **changes) -> ModelLayout:
 
 def with_buffer(**changes) -> ModelLayout:
     return ModelLayout((replace(LAYOUT.buffers[0], **changes),))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "line"),
+    [
+        (("b", "a"), ("a", "b"), "buffer 0: cut 'b': number 0 != number 1"),
+        (None, (), "buffer 0: is cut by name: False != True"),
+    ],
+)
+def test_layouts_whose_cuts_alone_differ_are_different(ours, theirs, line):
+    one, two = with_buffer(cuts=ours), with_buffer(cuts=theirs)
+
+    assert one != two
+    assert line in layout_diff(one, two)
+    with pytest.raises(AssertionError):
+        assert_layouts_equal(one, two)
 
 
 def failure(check, *args, **kwargs) -> str:
@@ -51,14 +69,16 @@ def test_assert_sound_lists_the_violations_by_name():
     )
 
 
-def test_assert_sound_lists_ten_violations_and_counts_the_others():
-    layout = build_layout([ParamSpec(f"p{i}", (64,)) for i in range(14)], DistributedDataParallelConfig(), dp_size=2)
+@pytest.mark.parametrize(("num_params", "num_violations", "rest"), [(15, 10, []), (17, 11, ["  and 1 more"])])
+def test_assert_sound_lists_ten_violations_and_counts_the_others(num_params, num_violations, rest):
+    layout = build_layout([ParamSpec(f"p{i}", (64,)) for i in range(num_params)], DistributedDataParallelConfig(), dp_size=2)
     shifted = replace(layout.buffers[0], start_alignment=48)  # 64 * i is a multiple of 48 for every third i
 
     lines = failure(assert_sound, ModelLayout((shifted,))).split("\n")
 
-    assert lines[0] == "the layout violates 9 invariant(s)"
-    assert len(lines) == 10
+    assert lines[0] == f"the layout violates {num_violations} invariant(s)"
+    assert all("starts-are-aligned" in line for line in lines[1:11])
+    assert lines[11:] == rest
 
 
 def test_assert_sound_can_ignore_an_invariant_that_other_code_does_not_promise():
@@ -149,9 +169,52 @@ def test_assert_shards_partition_finds_a_parameter_beyond_its_bucket():
     assert text == "the pieces of 'a' do not continue one another at (stop, next start) [(56, 100)]"  # 256 - 200
 
 
+# What is wrong with the pieces of a, [0, 100), which lies in [128, 228): rank 1 owns all of it.
+A = ShardSlice("a", Span(128, 228), Span(128, 228), Span(0, 100), Span(0, 100))
+NOTHING = A._replace(in_buffer=Span(138, 138), in_bucket=Span(138, 138), in_shard=Span(10, 10), in_param=Span(10, 10))
+LOW = ShardSlice("a", Span(128, 138), Span(128, 138), Span(0, 10), Span(0, 10))
+MIDDLE = ShardSlice("a", Span(138, 148), Span(138, 148), Span(10, 20), Span(10, 20))
+HIGH = ShardSlice("a", Span(148, 228), Span(148, 228), Span(20, 100), Span(20, 100))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "problem"),
+    [
+        (
+            [A._replace(in_bucket=Span(129, 229))],
+            f"the four ranges of a piece of 'a' name different elements: {A._replace(in_bucket=Span(129, 229))}",
+        ),
+        ([A, NOTHING], f"a piece of 'a' is empty or leaves its shard of 128 elements: {NOTHING}"),
+        ([LOW, MIDDLE, HIGH], "'a' is cut into 3 pieces for 2 ranks"),
+        ([LOW, HIGH], "the pieces of 'a' do not continue one another at (stop, next start) [(10, 20)]"),
+    ],
+    ids=["coordinates", "empty", "three of two ranks", "hole"],
+)
+def test_assert_shards_partition_finds_wrong_pieces(pieces, problem, monkeypatch):
+    def wrong_slices(buffer, *, bucket, rank):
+        return tuple(pieces) if rank == 1 else shard_slices(buffer, bucket=bucket, rank=rank)
+
+    monkeypatch.setattr(invariants, "shard_slices", wrong_slices)
+
+    assert failure(assert_shards_partition, LAYOUT) == problem
+
+
+def test_assert_shards_partition_finds_owners_of_an_empty_parameter(monkeypatch):
+    empty = with_slot("a", shape=(0,), stop=128)
+    assert_shards_partition(empty)
+
+    monkeypatch.setattr(invariants, "shard_slices", lambda _, bucket, rank: (LOW,) if rank == 1 else ())  # noqa: ARG005
+
+    problem = f"'a' is empty but has owners: {[LOW.in_param]}"
+    assert (
+        failure(assert_shards_partition, ModelLayout((replace(empty.buffers[0], params={"a": empty.buffers[0].params["a"]}),)))
+        == problem
+    )
+
+
 def test_assert_views_are_a_bijection_finds_overlapping_views():
     assert failure(assert_views_are_a_bijection, with_slot("a", start=90, stop=190)) == (
-        "200 distinct numbers were written into buffer dense/float32->float32, 190 are left: views overlap"
+        "200 elements of buffer dense/float32->float32 were written at 190 places: views overlap"
     )
 
 
@@ -176,10 +239,52 @@ def test_assert_views_are_a_bijection_refuses_to_allocate_a_whole_model():
         assert_views_are_a_bijection(layout)
 
 
+def test_assert_views_are_a_bijection_allocates_as_much_as_it_says(monkeypatch):
+    monkeypatch.setattr(invariants, "_MAX_ALLOCATED_NUMEL", 256)
+
+    assert_views_are_a_bijection(LAYOUT)
+
+
 def test_assert_layouts_equal_shows_the_diff():
     other = build_layout(SPECS, DistributedDataParallelConfig(), dp_size=4)
 
     assert failure(assert_layouts_equal, LAYOUT, other) == "the layouts differ\n  buffer 0: num_shards: 2 != 4"
+
+
+def test_a_buffer_that_one_layout_lacks_differs_in_values_that_are_none_as_well():
+    config = DistributedDataParallelConfig(bucket_cuts=[])  # so that bucket_size is None
+    two = build_layout([*SPECS, ParamSpec("c", (1,), "float64")], config, dp_size=2)
+    one = build_layout(SPECS, config, dp_size=2)
+
+    assert "buffer 1: bucket_size: missing != None" in layout_diff(one, two)
+    assert "buffer 1: bucket_size: None != missing" in layout_diff(two, one)
+
+
+class Odd(ModelLayout):
+    """Equal to what is read from its JSON, but not in all it says of itself."""
+
+    def __eq__(self, other):
+        return self.buffers == other.buffers
+
+    __hash__ = None
+
+
+class OtherText(Odd):
+    fingerprint = LAYOUT.fingerprint
+
+    def to_json(self):
+        return f" {LAYOUT.to_json()}"
+
+
+class OtherFingerprint(Odd):
+    fingerprint = "0"
+
+
+@pytest.mark.parametrize("kind", [OtherText, OtherFingerprint])
+def test_assert_json_round_trip_finds_a_text_or_a_fingerprint_that_changes(kind):
+    text = "the layout read from JSON is equal but has another text or fingerprint"
+
+    assert failure(assert_json_round_trip, kind(LAYOUT.buffers)) == text
 
 
 def test_assert_json_round_trip_finds_what_json_does_not_keep():

@@ -30,6 +30,7 @@ from megabucket.checkpoint.capture import (
     state_name,
     values_of_state,
 )
+from megabucket.checkpoint.file_system import check_regular
 from megabucket.checkpoint.format import Json, Piece, Snapshot, TensorInfo
 from megabucket.checkpoint.ranks import GroupRanks, check_one_group, together
 from megabucket.checkpoint.restore import LoadedCheckpoint, restore
@@ -193,6 +194,11 @@ def _open(path: Path, parts: TrainingParts) -> _StoredDcp:
     check_one_group(parts.ddp, "torch.distributed.checkpoint")
     if not (path / ".metadata").exists():
         raise CheckpointError(f"{path}: it is no checkpoint of torch.distributed.checkpoint: .metadata is missing")
+    try:
+        for file in path.iterdir():
+            check_regular(file)
+    except OSError as error:
+        raise CheckpointError(f"{path}: it cannot be read: {error}") from None
     tensors = {}
     read: dict[str, Any] = {}
     aliases = {f"{Prefix.MODEL}{name}" for name in _aliases(parts.ddp.module)}

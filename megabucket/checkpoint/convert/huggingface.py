@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from megabucket.buffer import dtype_named
 from megabucket.checkpoint.canonical import whole_piece
 from megabucket.checkpoint.capture import Prefix, values_of_state
+from megabucket.checkpoint.file_system import check_regular
 from megabucket.checkpoint.format import Piece, Snapshot
 from megabucket.checkpoint.ranks import AloneRanks
 from megabucket.checkpoint.restore import Staging, source_of
@@ -131,17 +132,24 @@ def _files(source: Path) -> dict[Path, list[str]]:
     index = source / INDEX_NAME
     if not index.exists():
         return {source / FILE_NAME: []}
-    found: dict[Path, list[str]] = {}
+    found: dict[str, list[str]] = {}
     try:
+        check_regular(index)
         for tensor, name in json.loads(index.read_bytes())["weight_map"].items():
-            found.setdefault(source / Path(name).name, []).append(tensor)
+            found.setdefault(name, []).append(tensor)
+        elsewhere = [name for name in found if Path(name).name != name]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{index}: no index of safetensors files: {error}") from None
-    return found
+    if elsewhere:
+        raise ConfigError(f"{index}: {elsewhere[0]!r} is no name of a file beside it")
+    if not found:
+        raise ConfigError(f"{index}: it names no tensor")
+    return {source / name: tensors for name, tensors in found.items()}
 
 
 def _pieces(path: Path, names: list[str]) -> Iterator[Piece]:
     try:
+        check_regular(path)
         with safe_open(path, "pt") as file:
             for name in names or file.keys():
                 yield whole_piece(f"{Prefix.MODEL}{name}", file.get_tensor(name))

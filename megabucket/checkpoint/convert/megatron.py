@@ -103,9 +103,11 @@ class DpZeroState:
 def _checked(held: Any, buffer: BufferLayout) -> dict[str, torch.Tensor]:
     """Return the flat tensors of a buffer."""
     wanted = (dtype_named(buffer.key.param_dtype), dtype_named(buffer.key.grad_dtype))
-    if list(held) != [wanted]:
-        found = ", ".join(map(str, held))
+    if not isinstance(held, Mapping) or list(held) != [wanted]:
+        found = ", ".join(map(str, held)) if isinstance(held, Mapping) else type(held).__name__
         _refuse(f"{buffer.key}: the state has {found} instead of {wanted}, the dtypes of parameters and gradients")
+    if not isinstance(held[wanted], Mapping):
+        _refuse(f"{buffer.key}: the values of {wanted} are {type(held[wanted]).__name__} instead of a dict")
     numels = [bucket.numel_unpadded for bucket in buffer.buckets]
     flats = {key: held[wanted].get(key) for key in (_PARAM, *_MOMENTS)}
     for key, values in flats.items():
@@ -224,6 +226,8 @@ def _snapshot(found: DpZeroState, groups: Groups | None, kind: str, others: Mapp
     """
     if type(found.step) not in (int, float) or not 0 <= found.step == found.step // 1:
         _refuse(f"the step is {found.step!r}, and must be a whole number of 0 or more")
+    if twice := [name for name, count in Counter(found.params).items() if count > 1]:
+        _refuse(f"the layout has several parameters of one name: {name_list(twice)}")
     if no_tensors := [name for name, weight in found.weights.items() if not isinstance(weight, torch.Tensor)]:
         _refuse(f"of the weights, {name_list(no_tensors)} are no tensors; leave them out")
     given = {canonical_name(name): weight for name, weight in found.weights.items()}

@@ -31,7 +31,8 @@ class FabricGroup(_ProcessGroup):  # type: ignore[misc]
 
     Works can be waited for by two threads. Gloo's own reduce-scatter copies its result inside of each ``wait``, so a second
     waiter would write over what the first has begun to use; and both it and the gather go through temporaries. So a gather is
-    one broadcast of each shard here, in place, and a reduce-scatter an all-reduce, of a copy where the shard lies elsewhere.
+    one broadcast of each shard here, in place, and a reduce-scatter an all-reduce of the input; or of a copy of it, if the
+    output is not a part of it.
 
     Args:
         options: of torch: store, rank, size, time limit, ranks, name.

@@ -74,6 +74,6 @@ def optima_s(workload: Workload, module: torch.nn.Module, link: LinkCase, bare_s
 def _scaled(workload: Workload, compute_s: float) -> Workload:
     scale = compute_s / workload.compute_s
     tensors = tuple(
-        replace(tensor, forward_s=tensor.forward_s * scale, backward_s=tensor.backward_s * scale) for tensor in workload.tensors
+        tensor._replace(forward_s=tensor.forward_s * scale, backward_s=tensor.backward_s * scale) for tensor in workload.tensors
     )
     return replace(workload, tensors=tensors, optimizer_s=workload.optimizer_s * scale)

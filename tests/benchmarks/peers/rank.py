@@ -37,7 +37,7 @@ def main() -> None:
     finally:
         dist.destroy_process_group()
     # Not through Python's own end: tensors of asynchronous collectives of a peer may still be held by a thread of gloo, which
-    # then aborts the process when it lets go of them (docs/decisions/gloo-tensors.md). Everything is written by now.
+    # then aborts the process when it lets go of them (docs/decisions/gloo.md). Everything is written by now.
     sys.stderr.flush()
     os._exit(0)
 
