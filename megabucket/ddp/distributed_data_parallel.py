@@ -364,7 +364,7 @@ class DistributedDataParallel(torch.nn.Module):
     def broadcast_params(self) -> None:
         """Copy parameters, frozen ones included, and module buffers of the group's first rank to all ranks.
 
-        Tensors on the meta device are left out.
+        A collective call, between two steps. Tensors on the meta device are left out.
 
         Raises:
             ConfigError: a frozen parameter or module buffer is sparse.
@@ -492,9 +492,9 @@ class DistributedDataParallel(torch.nn.Module):
         self._optimizers.add(optimizer)
 
     def check_replicas(self) -> None:
-        """Compare the parameters of all ranks by checksums of all bits. A collective call; reads every parameter once.
+        """Compare the parameters of all ranks by checksums of all bits.
 
-        Finds a flipped bit, a write on one rank only, an update that one rank missed. Also compares the copies that ``groups``
+        A collective call, between two steps; reads every parameter once. Finds a flipped bit, a write on one rank only, an update that one rank missed. Also compares the copies that ``groups``
         describes, and logs a warning if a sharded parameter is equal on all their ranks.
 
         Raises:
