@@ -494,8 +494,9 @@ class DistributedDataParallel(torch.nn.Module):
     def check_replicas(self) -> None:
         """Compare the parameters of all ranks by checksums of all bits.
 
-        A collective call, between two steps; reads every parameter once. Finds a flipped bit, a write on one rank only, an update that one rank missed. Also compares the copies that ``groups``
-        describes, and logs a warning if a sharded parameter is equal on all their ranks.
+        A collective call, between two steps; reads every parameter once. Finds a flipped bit, a write on one rank only, an
+        update that one rank missed. Also compares the copies that ``groups`` describes, and logs a warning if a sharded
+        parameter is equal on all their ranks.
 
         Raises:
             ReplicasDivergedError: some parameter differs; the text names the first.

@@ -21,7 +21,8 @@
     IDLE, OPEN, LAUNCHING, AGREED -> CALL        a collective call, until its exchange is over; and back. In OPEN and LAUNCHING,
                                                  where other buckets may be sent on other ranks, calls only compare entries, or
                                                  are refused on all ranks
-    any -> BROKEN                                interrupted after the fence was sent, or a peer was lost; only detach() is left
+    any -> BROKEN                                interrupted after the fence was sent, or in a call, or a peer was lost; only
+                                                 detach() is left
 
 Hooks never raise about the open step and never change the order of launches; they note problems. Whatever goes wrong, each rank
 sends the same collectives in the same order: all buckets, then the fence. The phases of the buckets (``buffer/phases.py``) say
