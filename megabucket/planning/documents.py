@@ -43,7 +43,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Return the next node."""
-        event = self.peek_event()
+        event = self.peek_event()  # type: ignore[no-untyped-call]
         if getattr(event, "anchor", None) is not None:
             problem = "anchors (&) and aliases (*) are not read, as an override would change both places; write it twice"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
