@@ -100,8 +100,8 @@ def naming_replaced(params: Mapping[torch.nn.Parameter, str], communicator: Comm
     if len(replaced) < len(was_equal) and replaced:
         log_once(
             f"[rank {communicator.rank}] {name_list(replaced)} differed from those of the first rank and were replaced by "
-            "them, while all others were equal. If each rank is to have its own (experts), pass groups=; otherwise give all "
-            "ranks the same seed."
+            "them, while all others were equal. If each rank is to have its own (experts), pass groups=, each with the ranks "
+            "that hold the same ones; otherwise give all ranks the same seed."
         )
 
 

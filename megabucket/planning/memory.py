@@ -43,8 +43,6 @@ class RankMemory:
     """float32 copies of the 16-bit gradients this rank updates with."""
     moment_bytes: int = 0
     """Optimizer state of the elements this rank updates."""
-    exchange_bytes: int = 0
-    """What other ranks' gradients are received in, where a reduce-scatter over gloo is an exchange."""
     optimizer_padding_bytes: int = 0
     """Alignment gaps inside the flat tensors the optimizer steps on."""
     scratch_bytes: int = 0
@@ -102,7 +100,7 @@ def rank_memory(
     >>> rank_memory(layout, rank=1, is_sharded=True)  # 200 elements padded to 256; rank 1 owns 128 to 200
     ... # doctest: +NORMALIZE_WHITESPACE
     RankMemory(parameter_bytes=400, gradient_bytes=800, padding_bytes=336, main_parameter_bytes=288, main_gradient_bytes=0,
-               moment_bytes=576, exchange_bytes=0, optimizer_padding_bytes=0, scratch_bytes=62, activation_bytes=0)
+               moment_bytes=576, optimizer_padding_bytes=0, scratch_bytes=62, activation_bytes=0)
     """
     norm_bytes = _NORM_BYTES if has_main_params else 0
     total = RankMemory(scratch_bytes=norm_bytes + (_FENCE_BYTES if has_fence else 0), activation_bytes=activation_bytes)
@@ -117,8 +115,8 @@ def rank_memory(
     return total
 
 
-def exchange_memory(layout: ModelLayout, *, reads_peers: bool = False, receives: bool = True) -> RankMemory:
-    """Return what comes on top of ``rank_memory`` over gloo.
+def exchange_bytes(layout: ModelLayout, *, reads_peers: bool = False, receives: bool = True) -> int:
+    """Return the bytes that come on top of ``rank_memory`` over gloo.
 
     Other ranks' gradients are received in it: see docs/decisions/gloo.md.
 
@@ -127,7 +125,7 @@ def exchange_memory(layout: ModelLayout, *, reads_peers: bool = False, receives:
         reads_peers: whether the ranks read each other's memory, bucket by bucket (``read_peer_memory``, all ranks on one host).
             Then only small buckets are received, and a block from each other rank.
     """
-    exchange_bytes = block_bytes = 0
+    received_bytes = block_bytes = 0
     for buffer in layout.buffers:
         if 1 < buffer.num_shards <= _MOST_EXCHANGING_RANKS:
             for bucket in buffer.buckets:
@@ -135,8 +133,8 @@ def exchange_memory(layout: ModelLayout, *, reads_peers: bool = False, receives:
                 if reads_peers and grad_bytes >= _LEAST_READ_BYTES:
                     block_bytes = max(block_bytes, (buffer.num_shards - 1) * _BLOCK_BYTES)
                 elif receives:
-                    exchange_bytes += grad_bytes // 2 if buffer.num_shards == 2 else grad_bytes
-    return RankMemory(exchange_bytes=exchange_bytes + block_bytes)
+                    received_bytes += grad_bytes // 2 if buffer.num_shards == 2 else grad_bytes
+    return received_bytes + block_bytes
 
 
 def local_memory(layout: ModelLayout, names: Collection[str]) -> RankMemory:

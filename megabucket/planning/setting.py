@@ -247,7 +247,7 @@ def setting_of(run: RunConfig, *, dp_size: int | None = None, expert_dp_size: in
     """
     if run.link is None:
         raise ConfigError(
-            "link is required: what does a collective cost? Name a shipped link (link=infiniband-400g), or the file that "
+            "link is required: what does a collective cost? Name a shipped link (link=h100-cluster-400g), or the file that "
             "`megabucket calibrate` wrote (link=link.yaml), or give a link section"
         )
     link = read_link(run.link.path) if isinstance(run.link, FileLink) else run.link

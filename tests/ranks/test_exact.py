@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import megabucket as mb
-from megabucket.planning.memory import exchange_memory
+from megabucket.planning.memory import exchange_bytes
 from megabucket.testing import ListRecorder
 
 pytestmark = pytest.mark.dist
@@ -287,7 +287,7 @@ def exchange(rank: Rank, dtype: torch.dtype, options: dict[str, Any]) -> tuple[i
         for start in plan.starts
         for tensor in start.tensors
     }
-    return sum(taken[place] for place in taken.keys() - given), exchange_memory(ddp.layout).exchange_bytes
+    return sum(taken[place] for place in taken.keys() - given), exchange_bytes(ddp.layout)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -39,7 +39,7 @@ from megabucket.comm import (
 from megabucket.comm.gloo import Plan
 from megabucket.comm.samehost import _Copies
 from megabucket.errors import GroupDestroyedError, PeerFailedError, PeerLostError
-from megabucket.planning.memory import exchange_memory
+from megabucket.planning.memory import exchange_bytes
 from megabucket.testing import ListRecorder
 
 pytestmark = pytest.mark.dist
@@ -513,7 +513,7 @@ def received_bytes(rank: Rank) -> tuple[int, int]:
         tensors.append(ddp.communicator._memory._blocks)
     taken = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     total = sum(nbytes for place, nbytes in taken.items() if place not in given)
-    formula = exchange_memory(ddp.layout, reads_peers=True).exchange_bytes
+    formula = exchange_bytes(ddp.layout, reads_peers=True)
     assert [isinstance(plan, _Copies) for plan in plans].count(True) == 2
     ddp.detach()
     return total, formula

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import megabucket as mb
-from megabucket.planning.memory import RankMemory, exchange_memory, rank_memory
+from megabucket.planning.memory import exchange_bytes, rank_memory
 from peers.system import Setup, System, fused_adamw
 
 
@@ -22,10 +22,10 @@ class Megabucket(System):
     def memory_bytes(self) -> int:
         config = self.module.ddp_config
         layout = self.module.layout
-        received = RankMemory()
+        received_bytes = 0
         if dist.get_backend() == "gloo":
             is_sharded = config.use_distributed_optimizer
-            received = exchange_memory(layout, reads_peers=config.read_peer_memory, receives=is_sharded)
+            received_bytes = exchange_bytes(layout, reads_peers=config.read_peer_memory, receives=is_sharded)
         memory = rank_memory(
             layout,
             rank=dist.get_rank(),
@@ -33,7 +33,7 @@ class Megabucket(System):
             has_main_params=isinstance(self.optimizer, mb.DistributedOptimizer),
             has_fence=dist.get_world_size() > 1,
         )
-        return (memory + received).total_bytes
+        return memory.total_bytes + received_bytes
 
 
 def all_reduce(module: torch.nn.Module, setup: Setup) -> System:
