@@ -90,9 +90,10 @@ def step_of(**launched: list[Call]) -> dict[str, list[Call]]:
 
 
 def wrap(*, params_bytes: int = 3072) -> dict[str, list[Call]]:
-    """Return what wrapping launches: three gates, and all parameters."""
-    first, second, third = [("all_reduce", label, 1, 48) for label in ("wrap", "wrap: buffers", "DistributedOptimizer()")]
-    return {"wrap": [first, second, ("broadcast", "initial broadcast", 1, params_bytes), third]}  # both buckets: 2 * 1536
+    """Return what wrapping launches: four gates, and all parameters."""
+    labels = ("wrap", "wrap: buffers", "wrap: parameters", "DistributedOptimizer()")
+    *gates, last = [("all_reduce", label, 1, 48) for label in labels]
+    return {"wrap": [*gates, ("broadcast", "initial broadcast", 1, params_bytes), last]}  # both buckets: 2 * 1536
 
 
 ALL_REDUCES = [("all_reduce", "bucket 0", 1, 1536), ("all_reduce", "bucket 1", 1, 1536)]
