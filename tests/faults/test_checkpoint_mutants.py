@@ -127,7 +127,7 @@ def ignoring(self, file_system, directory):
         return []
 save.Content.write = ignoring
 """,
-        "IndexError",
+        "a piece is in none of the 2 files",
     ),
     "error on one rank only": (
         IO_ERRORS,
