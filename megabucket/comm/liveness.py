@@ -595,11 +595,10 @@ class Observations:
         self.store_silent_s = self.store_silent_s + gap_s if view is self._view else 0.0
         self._looked_at_s, self._asked_at_s, self._view = at_s, view.asked_at_s, view
         for rank, beat in view.beats.items():
-            peer = self._peers.get(rank)
-            if peer is None:
-                peer = self._peers[rank] = _Peer(beat, silent_s=-view_gap_s)  # 0 below
+            is_new = rank not in self._peers
+            peer = self._peers.setdefault(rank, _Peer(beat))
             peer.looks_at_dead = peer.looks_at_dead + 1 if self._is_gone(beat.process) else 0
-            peer.silent_s = peer.silent_s + view_gap_s if beat.number == peer.beat.number else 0.0
+            peer.silent_s = 0.0 if is_new or beat.number != peer.beat.number else peer.silent_s + view_gap_s
             peer.beat = beat
 
     def gone(self) -> dict[int, str]:
