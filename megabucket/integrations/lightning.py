@@ -25,6 +25,7 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl  # noqa: E
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerStatus  # noqa: E402
 
+_OF_TORCH_DDP = frozenset({"ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"})
 _DESCRIPTION = "megabucket: gradients reduced in buckets while backward runs, and a sharded optimizer"
 
 
@@ -47,7 +48,7 @@ class MegabucketStrategy(DDPStrategy):
 
     def __init__(self, config: DistributedDataParallelConfig | None = None, **ddp_strategy: Any) -> None:
         super().__init__(**ddp_strategy)
-        _refuse_arguments_of_torch_ddp(self._ddp_kwargs)
+        _refuse_arguments_of_torch_ddp({*self._ddp_kwargs, *(_OF_TORCH_DDP & ddp_strategy.keys())})
         self.config = config
         self._wrapper: DistributedDataParallel | None = None
 
@@ -57,7 +58,7 @@ class MegabucketStrategy(DDPStrategy):
         return self._wrapper
 
     def _register_ddp_hooks(self) -> None:
-        """Register nothing: communication hooks are torch DDP's."""
+        """Register nothing: communication hooks are torch DDP's, and were refused."""
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the optimizer of the module, and shard it.
@@ -118,7 +119,7 @@ class MegabucketFabricStrategy(FabricDDPStrategy):
 
     def __init__(self, config: DistributedDataParallelConfig | None = None, **ddp_strategy: Any) -> None:
         super().__init__(**ddp_strategy)
-        _refuse_arguments_of_torch_ddp(self._ddp_kwargs)
+        _refuse_arguments_of_torch_ddp({*self._ddp_kwargs})
         self.config = config
         self._backward_sync_control = _NoSync()
         self._wrappers: list[DistributedDataParallel] = []
@@ -180,7 +181,7 @@ class _NoSync(_BackwardSyncControl):
         return module.no_sync() if enabled and isinstance(module, DistributedDataParallel) else nullcontext()
 
 
-def _refuse_arguments_of_torch_ddp(given: dict[str, Any]) -> None:
+def _refuse_arguments_of_torch_ddp(given: set[str]) -> None:
     """Refuse arguments that Lightning would pass on to torch DDP.
 
     Raises:

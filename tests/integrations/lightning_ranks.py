@@ -294,6 +294,7 @@ def refusals() -> list[str]:
         text_of_refusal(attempt)
         for attempt in (
             lambda: adapter.MegabucketStrategy(find_unused_parameters=True),
+            lambda: adapter.MegabucketStrategy(ddp_comm_hook=print, ddp_comm_state={}),
             lambda: make_trainer(Path(), "megabucket").fit(TwoOptimizers(), make_loader()),
             lambda: make_trainer(Path(), "megabucket", gradient_clip_val=1.0, gradient_clip_algorithm="value").fit(
                 Net(), make_loader()

@@ -119,9 +119,10 @@ def test_fabric_goes_on_from_its_checkpoint_with_clipping_and_schedule_bit_by_bi
 
 
 def test_what_is_not_supported_is_refused_by_name(said):
-    arguments, optimizers, by_value = said["refusals"]
+    arguments, hooks, optimizers, by_value = said["refusals"]
 
     assert "find_unused_parameters: these are arguments of torch DDP" in arguments
+    assert "ddp_comm_hook, ddp_comm_state: these are arguments of torch DDP" in hooks
     assert "2 optimizers" in optimizers
     assert "clipped by norm only" in by_value
 
