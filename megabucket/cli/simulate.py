@@ -38,6 +38,6 @@ def simulate(
     if json:
         print_json(outlook.to_dict())
         return
-    from megabucket.cli.simulate_text import outlook_lines
+    from megabucket.cli.simulate_text import assumed_line, outlook_lines
 
-    print_lines(outlook_lines(outlook, show_cuts=show_cuts))
+    print_lines(outlook_lines(outlook, assumed_line(run, setting.workload, config, overrides or []), show_cuts=show_cuts))
