@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from megabucket.cli.output import notice_when_slow, print_answer
 from megabucket.cli.workload import Overrides
 
 
@@ -22,7 +23,7 @@ def simulate(
     json: Annotated[bool, typer.Option("--json", help="print the figures as JSON on stdout")] = False,
 ) -> None:
     """Print the simulated step for each bucket size and for the optimal cuts, and how it scales."""
-    from megabucket.cli.output import notice_when_slow, print_json, print_lines
+    from megabucket.cli.simulate_text import assumed_line, outlook_lines
     from megabucket.planning.run_config import load_config
     from megabucket.planning.setting import outlook_of, setting_of
 
@@ -35,9 +36,5 @@ def simulate(
 
         write_chrome_trace(trace, setting.traces(setting.optimal_plan))
         typer.echo(f"wrote {trace}", err=True)
-    if json:
-        print_json(outlook.to_dict())
-        return
-    from megabucket.cli.simulate_text import assumed_line, outlook_lines
-
-    print_lines(outlook_lines(outlook, assumed_line(run, setting.workload, config, overrides or []), show_cuts=show_cuts))
+    lines = outlook_lines(outlook, assumed_line(run, setting.workload, config, overrides or []), show_cuts=show_cuts)
+    print_answer(outlook.to_dict(), lines, as_json=json)

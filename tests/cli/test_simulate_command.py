@@ -181,6 +181,9 @@ def test_the_table_fits_80_columns_and_marks_the_best_size():
     assert best.split()[:4] == ["10.00", "M", "4", "121.6"]  # the largest of three that tie
 
 
+NO_OPTIMIZER = "optimizer 0.0 ms (workload.optimizer_s is not given)"
+
+
 def test_sizes_that_give_equal_buckets_are_one_row(config):
     lines = invoke("-c", config(SMALL), "sweep.bucket_numel=[2,6,7,8,100]").stdout.splitlines()
 
@@ -193,13 +196,12 @@ def test_sizes_that_give_equal_buckets_are_one_row(config):
 @pytest.mark.parametrize(
     ("text", "arguments", "assumed"),
     [
-        (SMALL, [], "times of the tensors (run.yaml), optimizer 0.0 ms (workload.optimizer_s is not given)"),
+        (SMALL, [], f"times of the tensors (run.yaml), {NO_OPTIMIZER}"),
         (SMALL, ["workload.optimizer_s=0.5"], "times of the tensors (run.yaml), optimizer 500.0 ms (command line)"),
         (
             MODEL,
             ["workload.flops_per_s=2e12"],
-            "1,000 tokens per rank and microbatch (run.yaml) at 2 TFLOP/s (command line), "
-            + "optimizer 0.0 ms (workload.optimizer_s is not given)",
+            f"1,000 tokens per rank and microbatch (run.yaml) at 2 TFLOP/s (command line), {NO_OPTIMIZER}",
         ),
         (
             MODEL,

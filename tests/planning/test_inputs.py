@@ -8,16 +8,15 @@ from timing_cases import flat, ring
 from megabucket.errors import ConfigError
 from megabucket.layout import ParamSpec
 from megabucket.planning import load_config, param_specs
-from megabucket.planning.links import AffineFit, LinkTable, MeasuredLink, TwoLevelLink, read_link, write_link
+from megabucket.planning.links import LinkTable, MeasuredLink, TwoLevelLink, read_link, write_link
 from megabucket.planning.workload import TensorWork, Workload, is_lookup, model_fingerprint, workload_of, write_workload
 from megabucket.trace import CollectiveKind
 
 AR = (CollectiveKind.ALL_REDUCE, "float32")
 INSIDE, BETWEEN = "{latency_s: 0, bytes_per_s: 9}", "{latency_s: 1, bytes_per_s: 2}"
-FIT = AffineFit(latency_s=1e-5, seconds_per_byte=1e-9, residual=0.01)
 MEASURED = MeasuredLink(
     num_ranks=2,
-    tables=(LinkTable(operation="all_reduce", points=((1.0, 1e-5), (1e9, 0.1 + 1 / 3)), fit=FIT),),
+    tables=(LinkTable(operation="all_reduce", points=((1.0, 1e-5), (1e9, 0.1 + 1 / 3))),),
     facts={"backend": "gloo"},
 )
 
