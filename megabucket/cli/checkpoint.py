@@ -46,7 +46,6 @@ def inspect(path: _Path, step: _Step = None, json: _Json = False) -> None:
 @reports_errors
 def verify(path: _Path, step: _Step = None, json: _Json = False) -> None:
     """Read every file of a checkpoint and compare it with its SHA-256; name each that is damaged."""
-
     stored = _open(path, step)
     total_bytes = sum(file.num_bytes for file in stored.files)
     with notice_when_slow(f"reading {len(stored.files)} files, {format_bytes(total_bytes)}"):
@@ -117,7 +116,6 @@ def convert(
     json: _Json = False,
 ) -> None:
     """Convert the weights of a checkpoint to safetensors files as Hugging Face has them, or the other way round."""
-
     if to == "safetensors":
         import torch
 

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from itertools import chain
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from megabucket.cli.exit_codes import ExitCode
 from megabucket.cli.output import notice_when_slow, print_answer
-from megabucket.cli.workload import Overrides
+from megabucket.cli.workload import ConfigFile, Overrides
 from megabucket.errors import ConfigError
 
 _GIB = 1024**3
 
 
 def plan(
-    config: Annotated[
-        Path | None, typer.Option("-c", "--config", help="YAML file, preset, config.json or module:callable")
-    ] = None,
+    config: ConfigFile = None,
     overrides: Overrides = None,
     dp_size: Annotated[int, typer.Option(min=1, help="data-parallel ranks that buckets are cut for")] = 1,
     expert_dp_size: Annotated[int | None, typer.Option(min=1, help="ranks that expert buckets are cut for")] = None,

@@ -8,13 +8,11 @@ from typing import Annotated
 import typer
 
 from megabucket.cli.output import notice_when_slow, print_answer
-from megabucket.cli.workload import Overrides
+from megabucket.cli.workload import ConfigFile, Overrides
 
 
 def simulate(
-    config: Annotated[
-        Path | None, typer.Option("-c", "--config", help="YAML file, preset, config.json or module:callable")
-    ] = None,
+    config: ConfigFile = None,
     overrides: Overrides = None,
     dp_size: Annotated[int | None, typer.Option(min=1, help="data-parallel ranks; needed for ring and two_level links")] = None,
     expert_dp_size: Annotated[int | None, typer.Option(min=1, help="ranks that expert buckets are reduced over")] = None,
@@ -34,7 +32,7 @@ def simulate(
     if trace is not None:
         from megabucket.report import write_chrome_trace
 
-        write_chrome_trace(trace, setting.traces(setting.optimal_plan))
+        write_chrome_trace(trace, setting.traces(outlook.optimal.plan))
         typer.echo(f"wrote {trace}", err=True)
     lines = outlook_lines(outlook, assumed_line(run, setting.workload, config, overrides or []), show_cuts=show_cuts)
     print_answer(outlook.to_dict(), lines, as_json=json)
