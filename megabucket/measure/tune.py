@@ -29,16 +29,7 @@ from megabucket.measure.host import host_costs, optimizer_s, time_phases
 from megabucket.measure.profile import ProfilePlan, choose_rank, profile_steps
 from megabucket.measure.program import Trainee, TrainingProgram, WorkloadFunction, make_program, trainable_specs
 from megabucket.measure.ranks import Ranks, check_writable
-from megabucket.planning.candidates import (
-    DEFAULT,
-    Candidate,
-    Decision,
-    Measured,
-    decide,
-    find_candidates,
-    in_mode,
-    pick,
-)
+from megabucket.planning.candidates import DEFAULT, Candidate, Decision, Measured, decide, find_candidates, in_mode, pick
 from megabucket.planning.documents import write_text
 from megabucket.planning.links import Link
 from megabucket.planning.run_config import RunConfig

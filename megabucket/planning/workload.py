@@ -347,11 +347,7 @@ def is_lookup(name: str) -> bool:
 
 
 def workload_of_specs(
-    specs: Sequence[ParamSpec],
-    ddp: DistributedDataParallelConfig,
-    *,
-    flop_s: float,
-    model: ArchitectureConfig | None = None,
+    specs: Sequence[ParamSpec], ddp: DistributedDataParallelConfig, *, flop_s: float, model: ArchitectureConfig | None = None
 ) -> Workload:
     """Return the workload of a model.
 
