@@ -54,10 +54,10 @@ def outlook_lines(outlook: Outlook, assumed: str, *, show_cuts: bool) -> Iterato
     yield ""
     rows: list[tuple[str, ...]] = [("bucket", "buckets", "step ms", "exposed ms", "gain", "")]
     for _, equal in groupby(outlook.rows, key=lambda row: (row.buckets, row.step_s)):
-        same = list(equal)
-        size, since = same[-1].bucket_numel or 0, f"from {format_count(same[0].bucket_numel or 0)} on" if len(same) > 1 else ""
-        best = "best size" if any(row is outlook.best for row in same) else ""
-        rows.append(_cells(format_count(size), same[0], outlook, ", ".join(filter(None, (best, since)))))
+        same = sorted(equal, key=lambda row: row.bucket_numel or 0)
+        sizes = [format_count(row.bucket_numel or 0) for row in same]
+        notes = ["best size"] * (outlook.best in same) + [f"from {sizes[0]} on"] * (len(same) > 1)
+        rows.append(_cells(sizes[-1], same[-1], outlook, ", ".join(notes)))
     if outlook.default is not None:
         rows.append(_cells("default", outlook.default, outlook, format_count(outlook.default.bucket_numel or 0)))
     if outlook.configured is not None:

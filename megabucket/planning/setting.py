@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any, Final
 
 from megabucket.config import DistributedDataParallelConfig
+from megabucket.config.resolve import DEFAULT_BUCKET_NUMEL, DEFAULT_BUCKET_NUMEL_PER_RANK
 from megabucket.errors import ConfigError
 from megabucket.layout import ModelLayout, ParamSpec, build_layout
 from megabucket.planning.architecture import param_specs
@@ -139,7 +140,7 @@ class Setting:
     @property
     def default_numel(self) -> int:
         """Elements that close a bucket when nothing is said."""
-        return max(40_000_000, 1_000_000 * self.shards["dense"])
+        return max(DEFAULT_BUCKET_NUMEL, DEFAULT_BUCKET_NUMEL_PER_RANK * self.shards["dense"])
 
     @cached_property
     def optimal_plan(self) -> BucketPlan:

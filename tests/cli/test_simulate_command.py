@@ -184,8 +184,9 @@ def test_the_table_fits_80_columns_and_marks_the_best_size():
 NO_OPTIMIZER = "optimizer 0.0 ms (workload.optimizer_s is not given)"
 
 
-def test_sizes_that_give_equal_buckets_are_one_row(config):
-    lines = invoke("-c", config(SMALL), "sweep.bucket_numel=[2,6,7,8,100]").stdout.splitlines()
+@pytest.mark.parametrize("sizes", ["2,6,7,8,100", "2,6,100,8,7"])
+def test_sizes_that_give_equal_buckets_are_one_row(config, sizes):
+    lines = invoke("-c", config(SMALL), f"sweep.bucket_numel=[{sizes}]").stdout.splitlines()
 
     # All three tensors, the last two, and one bucket.
     rows = [line.split() for line in lines if line.endswith(("x", "size", "on")) and " x " not in line]
