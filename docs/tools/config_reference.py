@@ -15,7 +15,7 @@ import annotated_types as at
 from pydantic.fields import FieldInfo
 
 from megabucket.config.ddp import DistributedDataParallelConfig, PositiveCount, Section, is_section
-from megabucket.planning.links import AffineFit, FileLink, FlatLink, LinkTable, MeasuredLink, RingLink, TwoLevelLink
+from megabucket.planning.links import FileLink, FlatLink, LinkTable, MeasuredLink, RingLink, TwoLevelLink
 from megabucket.planning.model_config import (
     FactoryConfig,
     GptConfig,
@@ -51,7 +51,6 @@ _SECTIONS: Final[tuple[tuple[str, type[Section]], ...]] = (
     ("`link` with `kind: two_level`", TwoLevelLink),
     ("`link` with `kind: table`", MeasuredLink),
     ("One entry of `tables`", LinkTable),
-    ("`fit` of a table", AffineFit),
     ("`link` with `kind: file`", FileLink),
     ("`workload`", WorkloadConfig),
     ("`sweep`", SweepConfig),

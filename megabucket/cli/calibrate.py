@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -55,6 +56,7 @@ def calibrate(
 
 def _lines(calibration: Calibration, out: Path) -> Iterator[str]:
     from megabucket.measure.calibrate import residuals
+    from megabucket.planning.links import fit_affine
 
     facts = calibration.link.facts
     yield f"wrote {out}; use it with: link: {{path: {out}}}"
@@ -62,10 +64,11 @@ def _lines(calibration: Calibration, out: Path) -> Iterator[str]:
     rows = [("operation", "bytes", "median", "quartiles", "line")]
     for table in calibration.link.tables:
         name = f"{table.operation} {table.dtype}"
-        if (fit := table.fit) is not None:
-            bandwidth = f"{1e-9 / fit.seconds_per_byte:.3g} GB/s" if fit.seconds_per_byte else "any bandwidth"
-            yield f"{name}: {format_seconds(fit.latency_s)} + bytes / ({bandwidth}), median {fit.residual:.1%} off"
-        for (size, median_s), spread_s, residual in zip(table.points, table.spread_s, residuals(table), strict=True):
+        line, errors = fit_affine(table.points), residuals(table)
+        bandwidth = f"{1e-9 / line.seconds_per_byte:.3g} GB/s" if line.seconds_per_byte else "any bandwidth"
+        off = statistics.median(map(abs, errors))
+        yield f"{name}: {format_seconds(line.latency_s)} + bytes / ({bandwidth}), median {off:.1%} off"
+        for (size, median_s), spread_s, residual in zip(table.points, table.spread_s, errors, strict=True):
             quartiles = " ".join(f"{quartile / median_s - 1:+.0%}" for quartile in spread_s)
             rows.append((name, format_bytes(size), format_seconds(median_s), quartiles, f"{residual:+.0%}"))
     yield from (str(text) for name, text in facts.items() if name.startswith("remark "))

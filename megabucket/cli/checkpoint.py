@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from megabucket.cli.exit_codes import ExitCode, reports_errors
+from megabucket.cli.output import notice_when_slow, print_answer, text_table
 from megabucket.cli.workload import ConfigFile, WorkloadName, open_workload
+from megabucket.errors import CheckpointError, ConfigError, printable
+from megabucket.units import MIB, format_bytes, format_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -32,32 +36,24 @@ _Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace the step,
 def inspect(path: _Path, step: _Step = None, json: _Json = False) -> None:
     """Print the contents of a checkpoint, from its manifest alone; data files are not read."""
     from megabucket.checkpoint.format import manifest_fields
-    from megabucket.cli.output import print_json, print_lines
 
     stored = _open(path, step)
-    if json:
-        print_json({"path": str(stored.path), "seal": stored.seal, **manifest_fields(stored.manifest)})
-    else:
-        print_lines(_lines(stored))
+    data = {"path": str(stored.path), "seal": stored.seal, **manifest_fields(stored.manifest)}
+    print_answer(data, _lines(stored), as_json=json)
 
 
 @app.command()
 @reports_errors
 def verify(path: _Path, step: _Step = None, json: _Json = False) -> None:
     """Read every file of a checkpoint and compare it with its SHA-256; name each that is damaged."""
-    from megabucket.cli.output import notice_when_slow, print_json, print_lines
-
     stored = _open(path, step)
     total_bytes = sum(file.num_bytes for file in stored.files)
-    with notice_when_slow(f"reading {len(stored.files)} files, {_size(total_bytes)}"):
+    with notice_when_slow(f"reading {len(stored.files)} files, {format_bytes(total_bytes)}"):
         problems = [f"{error.file}: {error.problem}" for error in stored.damage()]
-    if json:
-        answer = {"path": str(stored.path), "step": stored.step, "files": len(stored.files), "bytes": total_bytes}
-        print_json({**answer, "problems": problems})
-    else:
-        found = f"{len(problems)} of {len(stored.files)} files are not what was written" if problems else "every file is right"
-        summary = f"{stored.path}: step {stored.step}, {len(stored.files)} files, {_size(total_bytes)}: {found}"
-        print_lines([summary, *problems])
+    answer = {"path": str(stored.path), "step": stored.step, "files": len(stored.files), "bytes": total_bytes}
+    found = f"{len(problems)} of {len(stored.files)} files are not what was written" if problems else "every file is right"
+    summary = f"{stored.path}: step {stored.step}, {len(stored.files)} files, {format_bytes(total_bytes)}: {found}"
+    print_answer({**answer, "problems": problems}, [summary, *problems], as_json=json)
     if problems:
         raise typer.Exit(ExitCode.CHECKPOINT)
 
@@ -73,16 +69,10 @@ def diff(
 ) -> None:
     """Compare two checkpoints bit by bit, however many ranks wrote them; exit with 1 when they differ."""
     from megabucket.checkpoint.offline import compare
-    from megabucket.cli.output import notice_when_slow, print_json, print_lines
 
     with notice_when_slow("comparing the checkpoints"):
         found = compare(_open(first, step), _open(second, step if other_step is None else other_step))
-    if json:
-        from dataclasses import asdict
-
-        print_json(asdict(found))
-    else:
-        print_lines(_difference_lines(found))
+    print_answer(asdict(found), _difference_lines(found), as_json=json)
     if not found.is_equal:
         raise typer.Exit(ExitCode.FAILED)
 
@@ -101,8 +91,6 @@ def reshard(
     """Write a checkpoint again for another number of ranks. Any number can load any; this saves reading."""
     from megabucket.checkpoint.offline import reshard as run
     from megabucket.checkpoint.save import SaveSettings
-    from megabucket.cli.output import notice_when_slow
-    from megabucket.units import MIB
 
     settings = SaveSettings(keep_last=None, max_file_bytes=max_file_mib * MIB, overwrite=overwrite)
     with notice_when_slow(f"writing the checkpoint for {ranks} ranks"):
@@ -128,9 +116,6 @@ def convert(
     json: _Json = False,
 ) -> None:
     """Convert the weights of a checkpoint to safetensors files as Hugging Face has them, or the other way round."""
-    from megabucket.cli.output import notice_when_slow
-    from megabucket.errors import CheckpointError, ConfigError
-
     if to == "safetensors":
         import torch
 
@@ -166,20 +151,16 @@ def can_load(
     json: _Json = False,
 ) -> None:
     """Name everything that keeps a training program from loading a checkpoint; nothing is read or changed."""
-    from megabucket.cli.output import notice_when_slow, print_json, print_lines
-    from megabucket.errors import printable
     from megabucket.measure.program import load_problems
 
     function, run = open_workload(workload, config, overrides)
     stored = _open(path, step)
     with notice_when_slow("comparing the program with the checkpoint"):
         problems = load_problems(function, run, stored, cast=cast)
-    if json:
-        print_json({"path": str(stored.path), "step": stored.step, "problems": problems})
-    else:
-        outcome = f"{len(problems)} things do not fit" if problems else "everything fits"
-        summary = f"{stored.path}: step {stored.step}, {len(stored.tensors)} tensors: {outcome}"
-        print_lines([summary, *(printable(problem, 300) for problem in problems)])
+    outcome = f"{len(problems)} things do not fit" if problems else "everything fits"
+    lines = [f"{stored.path}: step {stored.step}, {len(stored.tensors)} tensors: {outcome}"]
+    lines += [printable(problem, 300) for problem in problems]
+    print_answer({"path": str(stored.path), "step": stored.step, "problems": problems}, lines, as_json=json)
     if problems:
         raise typer.Exit(ExitCode.CHECKPOINT)
 
@@ -191,29 +172,22 @@ def _open(path: Path, step: int | None) -> StoredCheckpoint:
 
 
 def _print_written(paths: Sequence[Path], *, json: bool) -> None:
-    from megabucket.cli.output import print_json
-
-    if json:
-        print_json({"written": list(map(str, paths))})
-    else:
-        typer.echo("\n".join(map(str, paths)))
+    written = list(map(str, paths))
+    print_answer({"written": written}, written, as_json=json)
 
 
 def _lines(stored: StoredCheckpoint) -> Iterator[str]:
     from megabucket.checkpoint.format import ITEM_BYTES
-    from megabucket.cli.output import text_table
-    from megabucket.errors import printable
-    from megabucket.units import format_count
 
     total_bytes = sum(file.num_bytes for file in stored.files)
     yield f"{stored.path}: step {stored.step}, written by {stored.world_size} ranks"
-    yield f"{len(stored.files)} files, {_size(total_bytes)}; {len(stored.tensors)} tensors"
+    yield f"{len(stored.files)} files, {format_bytes(total_bytes)}; {len(stored.tensors)} tensors"
     yield ""
     # Of a model that is parallel in other ways than by data, also its groups, and how many blocks tensors were cut into.
     is_parallel = any(len(tensor.blocks) > 1 or tensor.group != "dense" for tensor in stored.manifest.tensors.values())
     rows = [["tensor", "dtype", "shape", "elements", "bytes", "pieces", *(["blocks", "group"] if is_parallel else [])]]
     for name, info in stored.tensors.items():
-        size = _size(info.numel * ITEM_BYTES[info.dtype])
+        size = format_bytes(info.numel * ITEM_BYTES[info.dtype])
         shape = "x".join(map(str, info.shape)) or "scalar"
         blocks = stored.manifest.tensors[name].blocks
         pieces = str(sum(len(block.pieces) for block in blocks))
@@ -226,7 +200,6 @@ def _lines(stored: StoredCheckpoint) -> Iterator[str]:
 
 
 def _difference_lines(found: Comparison) -> Iterator[str]:
-    from megabucket.errors import printable
 
     yield (
         f"{found.num_equal_tensors} tensors are equal bit for bit, {len({one.name for one in found.tensors})} differ; "
@@ -237,9 +210,3 @@ def _difference_lines(found: Comparison) -> Iterator[str]:
             yield f"{what} {printable(difference.name)}: {printable(difference.what, 300)}"
         if len(differences) > _SHOWN:
             yield f"and {len(differences) - _SHOWN} more {what}s"
-
-
-def _size(num_bytes: int) -> str:
-    from megabucket.units import format_bytes
-
-    return format_bytes(num_bytes)

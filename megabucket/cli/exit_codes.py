@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Final, NoReturn, ParamSpec, TypeVar
 
 import typer
+from typing_extensions import Self
 
 from megabucket import errors
 from megabucket.errors import MegabucketError, printable
@@ -20,32 +21,27 @@ R = TypeVar("R")
 
 
 class ExitCode(enum.IntEnum):
-    """Exit codes of every command."""
+    """Exit codes of every command, each with its ``meaning``."""
 
-    OK = 0
-    FAILED = 1
-    USAGE = 2
-    MISMATCH = 3
-    NUMERICAL = 4
-    PEER_LOST = 5
-    CHECKPOINT = 6
-    INTERRUPTED = 130
-    CLOSED_PIPE = 141
-    TERMINATED = 143
+    meaning: str
 
+    def __new__(cls, value: int, meaning: str) -> Self:
+        """Make a number with its meaning."""
+        code = int.__new__(cls, value)
+        code._value_, code.meaning = value, meaning
+        return code
 
-MEANINGS: Final = {
-    ExitCode.OK: "done",
-    ExitCode.FAILED: "a check did not hold, or an error without a code of its own",
-    ExitCode.USAGE: "wrong usage, config or model, or calls in a wrong order",
-    ExitCode.MISMATCH: "ranks disagree",
-    ExitCode.NUMERICAL: "a value that is not finite",
-    ExitCode.PEER_LOST: "a peer went away or froze",
-    ExitCode.CHECKPOINT: "a checkpoint cannot be written or read",
-    ExitCode.INTERRUPTED: "interrupted (SIGINT)",
-    ExitCode.CLOSED_PIPE: "the reader of the output has ended (SIGPIPE)",
-    ExitCode.TERMINATED: "terminated (SIGTERM)",
-}
+    OK = 0, "done"
+    FAILED = 1, "a check did not hold, or an error without a code of its own"
+    USAGE = 2, "wrong usage, config or model, or calls in a wrong order"
+    MISMATCH = 3, "ranks disagree"
+    NUMERICAL = 4, "a value that is not finite"
+    PEER_LOST = 5, "a peer went away or froze"
+    CHECKPOINT = 6, "a checkpoint cannot be written or read"
+    INTERRUPTED = 130, "interrupted (SIGINT)"
+    CLOSED_PIPE = 141, "the reader of the output has ended (SIGPIPE)"
+    TERMINATED = 143, "terminated (SIGTERM)"
+
 
 _CODES: Final[dict[type[Exception], ExitCode]] = {
     ValueError: ExitCode.USAGE,  # our ValueErrors are about the input
@@ -69,7 +65,7 @@ def exit_code_of(error: MegabucketError) -> ExitCode:
 
 def exit_code_table() -> str:
     """Return one line per code, for ``--help``."""
-    return "\n".join(f"  {code.value:>3}  {meaning}" for code, meaning in MEANINGS.items())
+    return "\n".join(f"  {code.value:>3}  {code.meaning}" for code in ExitCode)
 
 
 def _terminate(*_: object) -> NoReturn:

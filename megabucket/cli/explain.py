@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megabucket.cli.output import counted, notice_when_slow, print_answer, text_table
 from megabucket.cli.workload import Overrides
 
 if TYPE_CHECKING:
@@ -21,24 +23,25 @@ def explain(
     json: Annotated[bool, typer.Option("--json", help="print the values as JSON on stdout")] = False,
 ) -> None:
     """Print every value that the config leaves open, with its reason."""
-    from megabucket.cli.output import notice_when_slow, print_json, print_lines, text_table
     from megabucket.planning.run_config import load_config
 
     run = load_config(config, overrides or [])
     with notice_when_slow("laying out the model"):
         answers, groups = _resolve_all(run, dp_size), _reduction_groups(run, dp_size)
-    if json:
-        data = [{"param_dtype": answer.param_dtype, "values": answer.to_dict()} for answer in answers]
-        print_json({"dp_size": dp_size, "answers": data, "groups": groups})
-        return
+    values = [{"param_dtype": answer.param_dtype, "values": answer.to_dict()} for answer in answers]
+    data = {"dp_size": dp_size, "answers": values, "groups": groups}
+    print_answer(data, _lines(answers, groups, dp_size), as_json=json)
+
+
+def _lines(answers: list[ResolvedConfig], groups: list[dict[str, object]], dp_size: int) -> Iterator[str]:
     for answer in answers:
-        typer.echo(f"{answer.param_dtype} parameters on {dp_size} {'rank' if dp_size == 1 else 'ranks'}")
+        yield f"{answer.param_dtype} parameters on {counted(dp_size, 'rank')}"
         rows = [(entry.name, _value_text(entry.value), entry.reason) for entry in answer.entries]
-        print_lines(text_table([("field", "value", "reason"), *rows], num_left=2, num_folded=1, indent=2))
+        yield from text_table([("field", "value", "reason"), *rows], num_left=2, num_folded=1, indent=2)
     if groups:
-        typer.echo("reduction groups")
+        yield "reduction groups"
         lines = [list(map(_value_text, group.values())) for group in groups]
-        print_lines(text_table([["name", "ranks", "divided by", "reason"], *lines], num_folded=1, indent=2))
+        yield from text_table([["name", "ranks", "divided by", "reason"], *lines], num_folded=1, indent=2)
 
 
 def _reduction_groups(run: RunConfig, dp_size: int) -> list[dict[str, object]]:

@@ -77,15 +77,10 @@ def print_lines(lines: Iterable[str]) -> None:
         typer.echo("\n".join(parts) if len(line) > width else line)
 
 
-def print_json(data: Any) -> None:
-    """Print data as JSON on stdout."""
-    typer.echo(json.dumps(data, indent=2, allow_nan=False))
-
-
 def print_answer(data: Any, lines: Iterable[str], *, as_json: bool) -> None:
     """Print an answer on stdout: its data as JSON, or its lines."""
     if as_json:
-        print_json(data)
+        typer.echo(json.dumps(data, indent=2, allow_nan=False))
     else:
         print_lines(lines)
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
+from itertools import chain
 from typing import Annotated
 
 import typer
 
 from megabucket.cli.exit_codes import ExitCode
+from megabucket.cli.output import notice_when_slow, print_answer
+from megabucket.cli.workload import ConfigFile, Overrides
+from megabucket.errors import ConfigError
 
 _GIB = 1024**3
 
 
 def plan(
-    config: Annotated[
-        Path | None, typer.Option("-c", "--config", help="YAML file, preset, config.json or module:callable")
-    ] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example model=config.json")] = None,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
     dp_size: Annotated[int, typer.Option(min=1, help="data-parallel ranks that buckets are cut for")] = 1,
     expert_dp_size: Annotated[int | None, typer.Option(min=1, help="ranks that expert buckets are cut for")] = None,
     max_padding: Annotated[float, typer.Option(min=0, max=1, help="exit with 1 above this fraction of padding")] = 1.0,
@@ -26,9 +27,7 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="print the plan as JSON on stdout")] = False,
 ) -> None:
     """Print the buckets a model would get, and the memory of a rank by category in both modes."""
-    from megabucket.cli.output import notice_when_slow, print_json, print_lines
     from megabucket.cli.plan_text import bucket_lines, memory_lines, total_lines
-    from megabucket.errors import ConfigError
     from megabucket.layout import build_layout
     from megabucket.planning.architecture import param_specs
     from megabucket.planning.describe import describe_rows, describe_totals
@@ -59,16 +58,20 @@ def plan(
             activation_bytes=int(activation_gib * _GIB),
         )
     chosen = "reduce_scatter" if run.ddp.use_distributed_optimizer else "all_reduce"
-    if json:
-        experts = group_sizes.get("expert")
-        head = {"dp_size": dp_size, "expert_dp_size": experts, "group_sizes": group_sizes, "mode": chosen}
-        head |= {"num_instances": num_instances, "fingerprint": layout.fingerprint}
-        of_modes = {mode: {**asdict(each), "total_bytes": each.total_bytes} for mode, each in memory.items()}
-        print_json({**head, "totals": asdict(totals), "memory": of_modes, "buckets": [asdict(row) for row in rows]})
-    else:
-        print_lines(total_lines(totals, layout.fingerprint))
-        print_lines(memory_lines(memory, optimizer=run.optimizer.name, dp_size=dp_size, chosen=chosen))
-        print_lines(bucket_lines(rows, show_all=show_all))
+    data = {
+        "dp_size": dp_size,
+        "expert_dp_size": group_sizes.get("expert"),
+        "group_sizes": group_sizes,
+        "mode": chosen,
+        "num_instances": num_instances,
+        "fingerprint": layout.fingerprint,
+        "totals": asdict(totals),
+        "memory": {mode: {**asdict(each), "total_bytes": each.total_bytes} for mode, each in memory.items()},
+        "buckets": [asdict(row) for row in rows],
+    }
+    of_memory = memory_lines(memory, optimizer=run.optimizer.name, dp_size=dp_size, chosen=chosen)
+    lines = chain(total_lines(totals, layout.fingerprint), of_memory, bucket_lines(rows, show_all=show_all))
+    print_answer(data, lines, as_json=json)
     if totals.padding_fraction > max_padding:
         text = f"error: padding is {totals.padding_fraction:.4%} of the buffers, more than --max-padding {max_padding:.4%}"
         typer.echo(text, err=True)

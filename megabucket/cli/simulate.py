@@ -7,13 +7,12 @@ from typing import Annotated
 
 import typer
 
-from megabucket.cli.workload import Overrides
+from megabucket.cli.output import notice_when_slow, print_answer
+from megabucket.cli.workload import ConfigFile, Overrides
 
 
 def simulate(
-    config: Annotated[
-        Path | None, typer.Option("-c", "--config", help="YAML file, preset, config.json or module:callable")
-    ] = None,
+    config: ConfigFile = None,
     overrides: Overrides = None,
     dp_size: Annotated[int | None, typer.Option(min=1, help="data-parallel ranks; needed for ring and two_level links")] = None,
     expert_dp_size: Annotated[int | None, typer.Option(min=1, help="ranks that expert buckets are reduced over")] = None,
@@ -22,7 +21,7 @@ def simulate(
     json: Annotated[bool, typer.Option("--json", help="print the figures as JSON on stdout")] = False,
 ) -> None:
     """Print the simulated step for each bucket size and for the optimal cuts, and how it scales."""
-    from megabucket.cli.output import notice_when_slow, print_json, print_lines
+    from megabucket.cli.simulate_text import assumed_line, outlook_lines
     from megabucket.planning.run_config import load_config
     from megabucket.planning.setting import outlook_of, setting_of
 
@@ -33,11 +32,7 @@ def simulate(
     if trace is not None:
         from megabucket.report import write_chrome_trace
 
-        write_chrome_trace(trace, setting.traces(setting.optimal_plan))
+        write_chrome_trace(trace, setting.traces(outlook.optimal.plan))
         typer.echo(f"wrote {trace}", err=True)
-    if json:
-        print_json(outlook.to_dict())
-        return
-    from megabucket.cli.simulate_text import outlook_lines
-
-    print_lines(outlook_lines(outlook, show_cuts=show_cuts))
+    lines = outlook_lines(outlook, assumed_line(run, setting.workload, config, overrides or []), show_cuts=show_cuts)
+    print_answer(outlook.to_dict(), lines, as_json=json)

@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
 from typing import Final
 
 from megabucket.cli.output import counted, text_table
 from megabucket.errors import printable
 from megabucket.planning.links import FlatLink
+from megabucket.planning.run_config import RunConfig
 from megabucket.planning.setting import Outlook, SweepRow
+from megabucket.planning.workload import Workload, WorkloadConfig
 from megabucket.units import format_count
 
 _NAME_CHARS: Final = 200
 
 
-def outlook_lines(outlook: Outlook, *, show_cuts: bool) -> Iterator[str]:
-    """Yield the figures of an outlook."""
+def assumed_line(run: RunConfig, workload: Workload, config: Path | None, overrides: Sequence[str]) -> str:
+    """Return what the config says about the compute of a step, each with the place that says it."""
+
+    def origin(field: str) -> str:
+        is_given = any(text.startswith((f"workload.{field}=", "workload=")) for text in overrides)
+        return "(command line)" if is_given or config is None else f"({printable(str(config))})"
+
+    given = run.workload or WorkloadConfig()
+    times, optimizer = f"times of the tensors {origin('tensors')}", "(workload.optimizer_s is not given)"
+    if given.path is not None:
+        times, optimizer = f"times of {printable(given.path)} {origin('path')}", f"({printable(given.path)})"
+    elif given.flops_per_s is not None:
+        tokens = f"{given.tokens_per_microbatch:,} tokens per rank and microbatch {origin('tokens_per_microbatch')}"
+        times = f"{tokens} at {given.flops_per_s / 1e12:,g} TFLOP/s {origin('flops_per_s')}"
+    if given.optimizer_s is not None:
+        optimizer = origin("optimizer_s")
+    return f"assumed: {times}, optimizer {_ms(workload.optimizer_s)} ms {optimizer}"
+
+
+def outlook_lines(outlook: Outlook, assumed: str, *, show_cuts: bool) -> Iterator[str]:
+    """Yield the figures of an outlook; ``assumed`` is a line of the summary."""
     setting, workload = outlook.setting, outlook.setting.workload
     size = format_count(outlook.best.bucket_numel or 0)
     yield f"optimal cuts {_ms(outlook.optimal.step_s)} ms a step, {_against(outlook.optimal, outlook.best)} ({size})"
@@ -25,15 +48,16 @@ def outlook_lines(outlook: Outlook, *, show_cuts: bool) -> Iterator[str]:
     what = f"{setting.mode.value} of {tensors}, {format_count(workload.numel)} elements"
     # A flat link costs the same on any number, and without a model nothing else depends on it.
     yield f"{what}, on {ranks}" if setting.specs is not None or not isinstance(setting.link, FlatLink) else what
-    passes = [("forward", workload.forward_s), ("backward", workload.backward_s), ("optimizer", workload.optimizer_s)]
-    passes_text = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in passes if seconds > 0) or "nothing"
-    times = f" of each of {workload.num_microbatches} microbatches" if workload.num_microbatches > 1 else ""
-    yield f"compute {_ms(workload.compute_s)}: {passes_text}{times} (ms)"
+    yield f"compute {_ms(workload.compute_s)} ms: {_compute_text(workload)}"
+    yield assumed
     yield f"one collective per tensor after backward {_ms(outlook.no_overlap_s)} ms"
     yield ""
     rows: list[tuple[str, ...]] = [("bucket", "buckets", "step ms", "exposed ms", "gain", "")]
-    marks = {id(outlook.best): "best size"}
-    rows += [_cells(format_count(row.bucket_numel or 0), row, outlook, marks.get(id(row), "")) for row in outlook.rows]
+    for _, equal in groupby(outlook.rows, key=lambda row: (row.buckets, row.step_s)):
+        same = sorted(equal, key=lambda row: row.bucket_numel or 0)
+        sizes = [format_count(row.bucket_numel or 0) for row in same]
+        notes = ["best size"] * (outlook.best in same) + [f"from {sizes[0]} on"] * (len(same) > 1)
+        rows.append(_cells(sizes[-1], same[-1], outlook, ", ".join(notes)))
     if outlook.default is not None:
         rows.append(_cells("default", outlook.default, outlook, format_count(outlook.default.bucket_numel or 0)))
     if outlook.configured is not None:
@@ -45,6 +69,16 @@ def outlook_lines(outlook: Outlook, *, show_cuts: bool) -> Iterator[str]:
     yield from _scaling_lines(outlook)
     if show_cuts:
         yield from _cut_lines(outlook)
+
+
+def _compute_text(workload: Workload) -> str:
+    passes = [("forward", workload.forward_s), ("backward", workload.backward_s)]
+    parts = [f"{name} {_ms(seconds)}" for name, seconds in passes if seconds > 0]
+    if parts and workload.num_microbatches > 1:
+        parts = [f"{workload.num_microbatches} x ({' + '.join(parts)})"]
+    if workload.optimizer_s > 0:
+        parts.append(f"optimizer {_ms(workload.optimizer_s)}")
+    return " + ".join(parts) or "nothing"
 
 
 def _cells(name: str, row: SweepRow, outlook: Outlook, note: str) -> tuple[str, ...]:

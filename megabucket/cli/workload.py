@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 WorkloadName = Annotated[
     str | None, typer.Option("-w", "--workload", help="package.module:function, which returns a TrainingProgram")
 ]
-ConfigFile = Annotated[
-    Path | None, typer.Option("-c", "--config", help="YAML file, preset or config.json; the defaults when not given")
-]
+ConfigFile = Annotated[Path | None, typer.Option("-c", "--config", help="YAML file, preset, config.json or module:callable")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, for example mode=reduce_scatter")]
 
 

@@ -50,7 +50,7 @@ class Calibration:
     """A measured link, and the repetitions behind it."""
 
     link: MeasuredLink
-    """Medians, quartiles, the line through each table, and facts."""
+    """Medians, quartiles and facts."""
     timings: tuple[Timing, ...]
 
     @classmethod
@@ -60,23 +60,23 @@ class Calibration:
         for (kind, dtype), rows in _by_table(timings).items():
             points = tuple((float(row.cell.num_bytes), row.median_s) for row in rows)
             spread_s = tuple(row.quartiles_s for row in rows)
-            table = LinkTable(operation=kind.value, dtype=dtype, points=points, fit=fit_affine(points), spread_s=spread_s)
-            tables.append(table)
+            tables.append(LinkTable(operation=kind.value, dtype=dtype, points=points, spread_s=spread_s))
         remarks = enumerate(filter(None, map(_remark, tables)), start=1)
         facts = {**facts, **{f"remark {number}": text for number, text in remarks}}
         return cls(MeasuredLink(num_ranks=num_ranks, tables=tuple(tables), facts=facts), tuple(timings))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the link with the seconds of every repetition as plain data, ready for JSON."""
+        """Return the link with the line and the seconds of every repetition of each table as plain data, ready for JSON."""
         data = self.link.model_dump(mode="json", exclude_none=True)
         for table, rows in zip(data["tables"], _by_table(self.timings).values(), strict=True):
-            table["seconds"] = [row.seconds for row in rows]
+            table |= {"fit": fit_affine(table["points"])._asdict(), "seconds": [row.seconds for row in rows]}
         return data
 
 
 def residuals(table: LinkTable) -> list[float]:
-    """Return ``(line - measured) / measured`` for each point of a table with a line."""
-    return [table.fit.line(size) / seconds - 1 for size, seconds in table.points] if table.fit is not None else []
+    """Return ``(line - measured) / measured`` for each point of a table."""
+    line = fit_affine(table.points)
+    return [line(size) / seconds - 1 for size, seconds in table.points]
 
 
 def _remark(table: LinkTable) -> str | None:

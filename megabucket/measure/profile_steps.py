@@ -7,6 +7,7 @@ sums, which decide how long a step is, are medians of measured times, and no tim
 from __future__ import annotations
 
 import enum
+import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +17,8 @@ from typing import Any
 
 from megabucket.errors import PhaseError
 from megabucket.layout import ParamSpec
-from megabucket.planning.workload import TensorWork, WireBytes, Workload, workload_from_dict, write_workload
+from megabucket.planning.documents import write_text
+from megabucket.planning.workload import TensorWork, WireBytes, Workload, workload_from_dict
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class WorkloadProfile:
         Raises:
             ConfigError: the file cannot be written.
         """
-        write_workload(Path(path), self.workload, facts=self.facts)
+        write_text(Path(path), json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n")
 
 
 class EventKind(enum.Enum):

@@ -29,16 +29,7 @@ from megabucket.measure.host import host_costs, optimizer_s, time_phases
 from megabucket.measure.profile import ProfilePlan, choose_rank, profile_steps
 from megabucket.measure.program import Trainee, TrainingProgram, WorkloadFunction, make_program, trainable_specs
 from megabucket.measure.ranks import Ranks, check_writable
-from megabucket.planning.candidates import (
-    DEFAULT,
-    Candidate,
-    Decision,
-    Measured,
-    decide,
-    find_candidates,
-    in_mode,
-    pick,
-)
+from megabucket.planning.candidates import DEFAULT, Candidate, Decision, Measured, decide, find_candidates, in_mode, pick
 from megabucket.planning.documents import write_text
 from megabucket.planning.links import Link
 from megabucket.planning.run_config import RunConfig
@@ -49,6 +40,8 @@ _CUTTING: Final = (*SIZE_FIELDS, "bucket_order", "bucket_groups")
 """Fields of ``ddp`` that ``rebuild`` can change."""
 _CHOSEN: Final = (*_CUTTING, "overlap_grad_reduce", "overlap_param_gather")
 """Fields of ``ddp`` that the tuned config takes from the chosen plan."""
+_POOR_PREDICTION: Final = 0.25
+"""Fraction of the measured step; when no prediction is closer the model does not fit."""
 _WARM_STEPS: Final = 2
 """Uncounted steps of each turn: the first one learns what forward needs, the second fills the pipeline."""
 
@@ -115,25 +108,35 @@ class Tuning:
                 row |= {"gain": found.gain, "gain_low": found.low, "gain_high": min(found.high, 1e9), "p_value": found.p_value}
                 row |= {"num_faster": found.num_faster, "num_rounds": found.num_rounds}
             rows.append(row)
-        decision = {
-            name: getattr(self.decision, name) for name in ("choice", "is_default", "is_undecided", "num_rounds_needed")
-        }
-        return {**decision, "facts": self.facts, "candidates": rows}
+        names = ("choice", "is_default", "is_undecided", "num_rounds_needed", "visible_gain")
+        return {**{name: getattr(self.decision, name) for name in names}, "facts": self.facts, "candidates": rows}
 
     @property
-    def summary(self) -> tuple[str, str]:
-        """The decision, and where and on how many plans it rests."""
+    def summary(self) -> tuple[str, ...]:
+        """The decision, where and on how many plans it rests and what it could see, and whether all predictions missed."""
         counts = f"{len(self.candidates)} plans predicted, {len(self.seconds)} run"
         where = f"{self.facts['num_ranks']} ranks, {self.facts['backend']}; {counts}"
+        if (visible := self.decision.visible_gain) is not None:
+            where += f"; smallest visible gain at this noise: {'at least ' * self.decision.is_undecided}{visible:.1%}"
+        verdict = "no candidate is better than the default beyond noise; the config stays as it is"
         if self.decision.is_undecided:
             done, needed = self.decision.num_rounds, self.decision.num_rounds_needed
             advice = f"give more --seconds and at least --rounds {needed}, or fewer --candidates"
-            return f"undecided: rounds done {done}, needed {needed}; the config stays as it is. To decide, {advice}", where
-        if (chosen := self.decision.chosen) is None:
-            return "no candidate is better than the default beyond noise; the config stays as it is", where
-        interval = f"{chosen.low:.1%} to {chosen.high:.1%}, sign test p = {chosen.p_value:.2g}"
-        gain = f"faster than the default by {chosen.gain:.1%} (95 % interval over all candidates: {interval})"
-        return f"{printable(chosen.name)} is {gain}", where
+            verdict = f"undecided: rounds done {done}, needed {needed}; the config stays as it is. To decide, {advice}"
+        elif (chosen := self.decision.chosen) is not None:
+            interval = f"{chosen.low:.1%} to {chosen.high:.1%}, sign test p = {chosen.p_value:.2g}"
+            gain = f"faster than the default by {chosen.gain:.1%} (95 % interval over all candidates: {interval})"
+            verdict = f"{printable(chosen.name)} is {gain}"
+        errors = [each.predicted_s / self.measured_s(each.name) - 1 for each in self.candidates if each.name in self.seconds]
+        if (least := min(map(abs, errors))) < _POOR_PREDICTION:
+            return verdict, where
+        way = "too long" if min(errors) > 0 else "too short" if max(errors) < 0 else "off"
+        missed = (
+            f"every prediction is at least {least:.0%} {way}: the measured link or compute is not that of these steps, and "
+            "plans that were not run may be better. Keep the machine idle, compare with megabucket calibrate and profile, "
+            "raise --candidates"
+        )
+        return verdict, where, missed
 
 
 def tune_program(

@@ -26,6 +26,7 @@ DEFAULT: Final = "default"
 _SMALLEST_NUMEL: Final = 2**14
 _SIZES_PER_OCTAVE: Final = 2
 _NUM_BUCKETS: Final = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+_SWITCHES: Final = ("overlap_grad_reduce", "overlap_param_gather")
 _CONFIDENCE: Final = 0.95
 
 
@@ -108,9 +109,11 @@ def find_candidates(
     add(DEFAULT, setting(default))
     for mode in measured:
         base = setting(in_mode(default, mode).model_copy(update=dict.fromkeys((*SIZE_FIELDS, "bucket_order"))))
+        before = f"{mode.value}, " if len(measured) > 1 else ""
+        switched = (name for name in _SWITCHES if getattr(base.ddp, name) and not getattr(default, name))
+        after = "".join(f", {name}=True" for name in switched)
         for name, update in _updates(base):
-            title = f"{mode.value}, {name}" if len(measured) > 1 else name
-            add(title, setting(base.ddp.model_copy(update=update)))
+            add(f"{before}{name}{after}", setting(base.ddp.model_copy(update=update)))
     return tuple(sorted(found.values(), key=lambda candidate: (candidate.predicted_s, candidate.name)))
 
 
@@ -169,6 +172,7 @@ class Comparison:
     Attributes:
         gain: median over the rounds of ``default / candidate - 1``: 0.1 is ten percent more steps in the same time.
         low, high: an interval that holds the true median with the asked-for confidence, over all candidates together.
+        noise: distance from the median to the lower end of the interval, or of all rounds where these are too few for one.
         num_faster: rounds in which the candidate was faster.
         num_rounds: rounds.
         p_value: how likely so many faster rounds, or more, are when there is no difference (sign test, one-sided).
@@ -178,6 +182,7 @@ class Comparison:
     gain: float
     low: float
     high: float
+    noise: float
     num_faster: int
     num_rounds: int
     p_value: float
@@ -208,6 +213,13 @@ class Decision:
     def is_undecided(self) -> bool:
         """Whether there were candidates, and too few rounds to prefer one of them."""
         return bool(self.comparisons) and self.num_rounds < self.num_rounds_needed
+
+    @property
+    def visible_gain(self) -> float | None:
+        """The least gain that would have been recommended whichever candidate had it; with too few rounds a lower bound."""
+        if self.num_rounds < 2 or not self.comparisons:
+            return None
+        return max(self.min_gain, *(each.noise for each in self.comparisons))
 
     @property
     def chosen(self) -> Comparison | None:
@@ -258,5 +270,6 @@ def _compare(name: str, default_s: Sequence[float], own_s: Sequence[float], *, e
     while skipped < count // 2 and sign_test(count - skipped, count) <= error / 2:
         skipped += 1
     low, high = (ratios[skipped - 1] - 1, ratios[count - skipped] - 1) if skipped else (-1.0, math.inf)
-    num_faster = sum(ratio > 1 for ratio in ratios)
-    return Comparison(name, statistics.median(ratios) - 1, low, high, num_faster, count, sign_test(num_faster, count))
+    num_faster, median = sum(ratio > 1 for ratio in ratios), statistics.median(ratios)
+    noise = median - ratios[max(skipped - 1, 0)]
+    return Comparison(name, median - 1, low, high, noise, num_faster, count, sign_test(num_faster, count))

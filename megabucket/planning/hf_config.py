@@ -16,11 +16,8 @@ from pydantic import ValidationError
 
 from megabucket.config.ddp import Section
 from megabucket.errors import ConfigError, log_once, printable
-from megabucket.planning.documents import read_json
+from megabucket.planning.documents import MAX_BYTES, read_json
 from megabucket.planning.model_config import GptConfig, HfConfig, LlamaConfig, MoeConfig
-
-MAX_CONFIG_BYTES: Final = 1024 * 1024
-"""Bytes of a config.json; the largest are some kilobytes."""
 
 _Keys: TypeAlias = Mapping[str, "str | _Keys"]
 
@@ -113,7 +110,7 @@ def read_hf_config(config: HfConfig) -> GptConfig | LlamaConfig | MoeConfig:
         ConfigError: the file cannot be read, is of a ``model_type`` that is not known, or lacks a key or has a bad value.
     """
     source = config.path
-    data = read_json(Path(source), max_bytes=MAX_CONFIG_BYTES, what="a config.json")
+    data = read_json(Path(source), max_bytes=MAX_BYTES, what="a config.json")
     if not isinstance(data, dict):
         raise ConfigError(f"{source}: a config.json holds an object with keys such as model_type, not {type(data).__name__}")
     model_type = data.get("model_type")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
@@ -233,24 +232,6 @@ def _both(inside: Affine, over: Affine, num_shards: int) -> Affine:
 # Measured tables #
 
 
-class AffineFit(Section):
-    """A straight line through a table."""
-
-    latency_s: NonNegative
-    """Seconds at no bytes."""
-
-    seconds_per_byte: NonNegative
-    """Seconds that each byte of the full buffer adds."""
-
-    residual: NonNegative
-    """Median of ``|fitted - measured| / measured`` over the points."""
-
-    @property
-    def line(self) -> Affine:
-        """The line alone."""
-        return Affine(self.latency_s, self.seconds_per_byte)
-
-
 class LinkTable(Section):
     """Measured times of one operation and dtype."""
 
@@ -262,9 +243,6 @@ class LinkTable(Section):
 
     points: Annotated[_Pairs, at.MinLen(2)]
     """At least two pairs of bytes (of the full buffer) and seconds, by increasing bytes."""
-
-    fit: AffineFit | None = None
-    """The line that ``megabucket calibrate`` fitted to the points. Shown, never used."""
 
     spread_s: _Pairs = ()
     """Lower and upper quartile of the repetitions behind each point. Shown, never used."""
@@ -354,7 +332,7 @@ class MeasuredLink(Link):
 
     def affine(self, kind: CollectiveKind, num_ranks: int, dtype: str = "float32") -> Affine:
         """Return the fitted line."""
-        return fit_affine(self.points(kind, num_ranks, dtype)).line
+        return fit_affine(self.points(kind, num_ranks, dtype))
 
     def least(self, kind: CollectiveKind, num_ranks: int, dtype: str, most_bytes: float) -> Affine:
         """Return the best rate at which so many bytes can be sent.
@@ -366,32 +344,28 @@ class MeasuredLink(Link):
         return Affine(0.0, min(rates, default=0.0))
 
 
-def fit_affine(points: Sequence[Point]) -> AffineFit:
+def fit_affine(points: Sequence[Point]) -> Affine:
     """Return the line with the least squared relative error, its latency and its slope not negative.
 
     Relative, because the points span orders of magnitude: with absolute errors the largest size alone would decide, and the
     latency would be noise.
 
     >>> fit_affine([(0, 1e-3), (1000, 2e-3), (3000, 4e-3)])
-    AffineFit(latency_s=0.001, seconds_per_byte=1e-06, residual=0.0)
+    Affine(latency_s=0.001, seconds_per_byte=1e-06)
     """
     timed = [(float(size), float(seconds)) for size, seconds in points if seconds > 0]
     if not timed:
-        return AffineFit(latency_s=0.0, seconds_per_byte=0.0, residual=0.0)
+        return Affine(0.0, 0.0)
     # The normal equations of ``latency / t + slope * s / t = 1``, and of each term alone.
     aa, a1 = sum(1 / t**2 for _, t in timed), sum(1 / t for _, t in timed)
     bb, b1 = sum((s / t) ** 2 for s, t in timed), sum(s / t for s, t in timed)
     ab = sum(s / t**2 for s, t in timed)
-    candidates = [(0.0, b1 / bb if bb else 0.0), (a1 / aa, 0.0)]
+    candidates = [Affine(0.0, b1 / bb if bb else 0.0), Affine(a1 / aa, 0.0)]
     if (determinant := aa * bb - ab * ab) > 0:
-        candidates.append(((a1 * bb - b1 * ab) / determinant, (aa * b1 - ab * a1) / determinant))
+        candidates.append(Affine((a1 * bb - b1 * ab) / determinant, (aa * b1 - ab * a1) / determinant))
     # The sum of squares is convex, so with a bound that binds the optimum lies on that bound.
-    latency_s, slope = min(
-        (pair for pair in candidates if min(pair) >= 0),
-        key=lambda pair: sum(((pair[0] + pair[1] * s) / t - 1) ** 2 for s, t in timed),
-    )
-    errors = [abs(latency_s + slope * size - seconds) / seconds for size, seconds in timed]
-    return AffineFit(latency_s=latency_s, seconds_per_byte=slope, residual=statistics.median(errors))
+    lines = (line for line in candidates if min(line) >= 0)
+    return min(lines, key=lambda line: sum((line(s) / t - 1) ** 2 for s, t in timed))
 
 
 # The section, and files #

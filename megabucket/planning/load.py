@@ -193,13 +193,7 @@ def _path_in_data(loc: KeyPath, data: Any) -> KeyPath:
 
 def _message(detail: ErrorDetails) -> str:
     message = _MESSAGES.get(detail["type"], detail["msg"]).removeprefix("Value error, ").removeprefix("Input ")
-    if detail["type"] in {
-        "value_error",
-        "missing",
-        "unknown_key",
-        "extra_forbidden",
-        "union_tag_not_found",
-        "union_tag_invalid",
-    }:
+    kind = detail["type"]
+    if kind.startswith("union_tag_") or kind in {"value_error", "missing", "unknown_key", "extra_forbidden"}:
         return message
     return f"{message} (got {printable(repr(detail['input']), _VALUE_CHARS)})"

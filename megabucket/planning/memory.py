@@ -69,7 +69,7 @@ def rank_memory(
     has_main_params: bool = True,
     has_fence: bool = True,
     group_of: Mapping[str, int] | None = None,
-    activation_bytes: int = 0,
+    fp32_local: Collection[str] = (),
 ) -> RankMemory:
     """Return the bytes one rank holds for the model of ``layout``.
 
@@ -89,7 +89,8 @@ def rank_memory(
         has_fence: whether there is more than one rank, so that they agree: on each step, or on calls between steps alone.
         group_of: index of the optimizer group by parameter name, where there is more than one: a flat tensor ends where the
             group changes.
-        activation_bytes: added as they are.
+        fp32_local: parameters whose gradients of 16 bits are added up in float32 on each rank, as
+            ``config.resolve.fp32_local_params`` returns them.
 
     Raises:
         LayoutError: a buffer's dtype is unknown, or ``rank`` is out of range.
@@ -103,9 +104,9 @@ def rank_memory(
                moment_bytes=576, optimizer_padding_bytes=0, scratch_bytes=62, activation_bytes=0)
     """
     norm_bytes = _NORM_BYTES if has_main_params else 0
-    total = RankMemory(scratch_bytes=norm_bytes + (_FENCE_BYTES if has_fence else 0), activation_bytes=activation_bytes)
+    total = RankMemory(scratch_bytes=norm_bytes + (_FENCE_BYTES if has_fence else 0))
     for buffer in layout.buffers:
-        total += _buffers_memory(buffer)
+        total += _buffers_memory(buffer, fp32_local)
         if has_main_params:
             groups = group_of if group_of is not None else dict.fromkeys(buffer.params, 0)
             segments = plan_segments(buffer, groups, rank=rank % buffer.num_shards, is_sharded=is_sharded)
@@ -137,17 +138,6 @@ def exchange_bytes(layout: ModelLayout, *, reads_peers: bool = False, receives: 
     return received_bytes + block_bytes
 
 
-def local_memory(layout: ModelLayout, names: Collection[str]) -> RankMemory:
-    """Return what comes on top of ``rank_memory`` where gradients of 16 bits are added up in float32 on each rank.
-
-    Args:
-        names: the parameters whose gradients are, as ``config.resolve.fp32_local_params`` returns them.
-    """
-    buffers = [buffer for buffer in layout.buffers if dtype_bytes(buffer.key.grad_dtype) < _MAIN_BYTES]
-    numels = [slot.numel for buffer in buffers for name, slot in buffer.params.items() if name in names]
-    return RankMemory(gradient_bytes=_MAIN_BYTES * sum(numels))
-
-
 def memory_by_mode(
     specs: Sequence[ParamSpec],
     config: DistributedDataParallelConfig,
@@ -164,6 +154,7 @@ def memory_by_mode(
 
     Args:
         num_instances: replicas among the ranks of each group, each of which holds all shards.
+        activation_bytes: added as they are.
 
     Raises:
         LayoutError: no parameter, or a name twice.
@@ -181,17 +172,17 @@ def memory_by_mode(
             is_sharded=bool(is_sharded),
             moments_per_element=moments_per_element,
             has_fence=dp_size > 1,
-            activation_bytes=activation_bytes,
-        )
-        found[mode] += local_memory(layout, fp32_local_params(config, [spec.name for spec in specs]))
+            fp32_local=fp32_local_params(config, [spec.name for spec in specs]),
+        ) + RankMemory(activation_bytes=activation_bytes)
     return found
 
 
-def _buffers_memory(buffer: BufferLayout) -> RankMemory:
+def _buffers_memory(buffer: BufferLayout, fp32_local: Collection[str]) -> RankMemory:
     param_bytes, grad_bytes = dtype_bytes(buffer.key.param_dtype), dtype_bytes(buffer.key.grad_dtype)
+    local_numel = sum(slot.numel for name, slot in buffer.params.items() if name in fp32_local and grad_bytes < _MAIN_BYTES)
     return RankMemory(
         parameter_bytes=buffer.params_numel * param_bytes,
-        gradient_bytes=buffer.params_numel * grad_bytes,
+        gradient_bytes=buffer.params_numel * grad_bytes + local_numel * _MAIN_BYTES,
         padding_bytes=(buffer.numel - buffer.params_numel) * (param_bytes + grad_bytes),
         scratch_bytes=len(buffer.params) * param_bytes,  # the NaN that a parameter shows until it is gathered
     )

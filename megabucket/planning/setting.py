@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any, Final
 
 from megabucket.config import DistributedDataParallelConfig
+from megabucket.config.resolve import DEFAULT_BUCKET_NUMEL, DEFAULT_BUCKET_NUMEL_PER_RANK
 from megabucket.errors import ConfigError
 from megabucket.layout import ModelLayout, ParamSpec, build_layout
 from megabucket.planning.architecture import param_specs
@@ -139,7 +140,7 @@ class Setting:
     @property
     def default_numel(self) -> int:
         """Elements that close a bucket when nothing is said."""
-        return max(40_000_000, 1_000_000 * self.shards["dense"])
+        return max(DEFAULT_BUCKET_NUMEL, DEFAULT_BUCKET_NUMEL_PER_RANK * self.shards["dense"])
 
     @cached_property
     def optimal_plan(self) -> BucketPlan:
@@ -268,6 +269,7 @@ def setting_of(run: RunConfig, *, dp_size: int | None = None, expert_dp_size: in
 class SweepRow:
     """One plan in numbers."""
 
+    plan: BucketPlan
     bucket_numel: int | None
     """The size that closes its buckets, in elements; ``None`` when they are cut in another way."""
     buckets: int
@@ -275,6 +277,10 @@ class SweepRow:
     step_s: float
     exposed_s: float
     """Seconds that communication adds to the compute of the step."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the numbers by name."""
+        return {name: getattr(self, name) for name in ("bucket_numel", "buckets", "step_s", "exposed_s")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,10 +309,13 @@ class Outlook:
     configured: SweepRow | None
     """The plan of the config's own ``ddp`` section."""
     optimal: SweepRow
-    cuts: tuple[str, ...]
-    """The tensors that close the optimal buckets, in the order in which gradients become ready."""
     scaling: tuple[ScalingRow, ...]
     """The optimal cuts of each number of ranks; empty where the link does not depend on it."""
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """The tensors that close the optimal buckets, in the order in which gradients become ready."""
+        return self.optimal.plan.cut_names(self.setting.workload)
 
     @property
     def best(self) -> SweepRow:
@@ -321,17 +330,16 @@ class Outlook:
         of_setting = ("dp_size", "expert_dp_size", "group_sizes", "num_instances", "mode")
         overlaps = ("overlap_grad_reduce", "overlap_param_gather")
         of_workload = ("numel", "num_microbatches", "forward_s", "backward_s", "optimizer_s", "compute_s")
-        optimal = asdict(self.optimal)
-        del optimal["bucket_numel"]
+        optimal = {name: value for name, value in self.optimal.to_dict().items() if name != "bucket_numel"}
         return {
             **{name: getattr(setting, name) for name in (*of_setting, *overlaps)},
             "num_tensors": len(workload.tensors),
             **{name: getattr(workload, name) for name in of_workload},
             "no_overlap_s": self.no_overlap_s,
             "lower_bound_s": self.lower_bound_s,
-            "rows": [asdict(row) for row in self.rows],
-            "default": self.default and asdict(self.default),
-            "configured": self.configured and asdict(self.configured),
+            "rows": [row.to_dict() for row in self.rows],
+            "default": self.default and self.default.to_dict(),
+            "configured": self.configured and self.configured.to_dict(),
             "optimal": {**optimal, "cuts": list(self.cuts)},
             "scaling": [asdict(row) for row in self.scaling],
         }
@@ -362,7 +370,6 @@ def outlook_of(setting: Setting, sizes: Sequence[int] | None = None, *, has_scal
         default=sweep_row(setting, setting.plan_of_size(None), setting.default_numel) if has_model else None,
         configured=None if setting.configured_plan is None else sweep_row(setting, setting.configured_plan),
         optimal=sweep_row(setting, setting.optimal_plan),
-        cuts=setting.optimal_plan.cut_names(workload),
         scaling=scaling(setting, _FEW_RANKS if is_large else RANKS) if scales else (),
     )
 
@@ -389,7 +396,7 @@ def sweep_row(setting: Setting, plan: BucketPlan, bucket_numel: int | None = Non
     step_s = setting.step_s(plan)
     # Sums in another order may miss zero by a rounding error.
     exposed_s = max(step_s - setting.workload.compute_s, 0.0)
-    return SweepRow(bucket_numel, plan.num_collectives(setting.workload), step_s, exposed_s)
+    return SweepRow(plan, bucket_numel, plan.num_collectives(setting.workload), step_s, exposed_s)
 
 
 def scaling(setting: Setting, ranks: Iterable[int] = RANKS) -> tuple[ScalingRow, ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate, zip_longest
@@ -29,7 +29,7 @@ from megabucket.config.resolve import resolve_grad_dtype
 from megabucket.errors import ConfigError, name_list, printable
 from megabucket.layout import ParamSpec
 from megabucket.planning.architecture import decoder_of
-from megabucket.planning.documents import Document, read_json, write_text
+from megabucket.planning.documents import Document, read_json
 from megabucket.planning.load import explain_validation_error
 from megabucket.planning.model_config import ArchitectureConfig, MoeConfig
 from megabucket.units import dtype_bytes
@@ -329,16 +329,6 @@ def workload_from_dict(data: Any, *, source: str = "workload") -> Workload:
         raise ConfigError(f"{source}: {error}") from None
 
 
-def write_workload(path: Path, workload: Workload, *, facts: Mapping[str, Any] | None = None) -> None:
-    """Write a workload so that ``read_workload`` gives it back unchanged, with facts about its origin beside it.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    data = {**workload.to_dict(), "facts": dict(facts or {})}
-    write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
-
-
 # A model at a rate #
 
 
@@ -357,11 +347,7 @@ def is_lookup(name: str) -> bool:
 
 
 def workload_of_specs(
-    specs: Sequence[ParamSpec],
-    ddp: DistributedDataParallelConfig,
-    *,
-    flop_s: float,
-    model: ArchitectureConfig | None = None,
+    specs: Sequence[ParamSpec], ddp: DistributedDataParallelConfig, *, flop_s: float, model: ArchitectureConfig | None = None
 ) -> Workload:
     """Return the workload of a model.
 

@@ -44,8 +44,12 @@ class NamedPlan(NamedTuple):
     """``default``, ``config``, ``uniform`` or ``optimal``; ``size`` for one of the sweep."""
     name: str
     """For readers."""
-    plan: BucketPlan
     row: SweepRow
+
+    @property
+    def plan(self) -> BucketPlan:
+        """Its buckets."""
+        return self.row.plan
 
     @property
     def step_s(self) -> float:
@@ -114,7 +118,7 @@ class Report:
         rows = {row.bucket_numel or 0: row for row in self.outlook.rows}
         for numel in sorted(rows):
             if numel <= total or total not in rows:
-                yield NamedPlan("size", f"{numel:,} elements", self.setting.plan_of_size(numel), rows[numel])
+                yield NamedPlan("size", f"{numel:,} elements", rows[numel])
 
     def measured_plans(self) -> Iterator[MeasuredPlan]:
         """Yield the measured plans, each with a prediction; steps without a size are those of the config's plan."""
@@ -130,7 +134,7 @@ class Report:
         """Return all figures as plain data, ready for JSON. Names are as given; times are seconds, sizes bytes or elements."""
         workload = self.setting.workload
         plans = [
-            {"key": plan.key, "name": plan.name, **asdict(plan.row), "cuts": plan.plan.cut_names(workload)}
+            {"key": plan.key, "name": plan.name, **plan.row.to_dict(), "cuts": plan.plan.cut_names(workload)}
             for plan in self.plans
         ]
         measured = self.measured and {"source": self.measured.source, "plans": [asdict(plan) for plan in self.measured_plans()]}
@@ -178,9 +182,19 @@ def collect(
     for num_ranks in sorted({*ranks, setting.dp_size}):
         note(f"memory and scaling on {num_ranks} ranks")
         there = setting.on(num_ranks)
-        memory.append(_memory_row(there, run.optimizer.moments_per_element))
+        modes = memory_by_mode(
+            _specs_of(there),
+            there.ddp,
+            dp_size=there.dp_size,
+            group_sizes=there.group_sizes,
+            num_instances=there.num_instances,
+            moments_per_element=run.optimizer.moments_per_element,
+        )
+        memory.append({"dp_size": num_ranks, **{mode: asdict(each) for mode, each in modes.items()}})
         try:
-            scaling.append(_scaling_row(there))
+            config = scaling_row(there, lambda at: _layout_plan(at, _layout_of(at)))
+            optimal = scaling_row(there, lambda at: at.optimal_plan)
+            scaling.append({"num_ranks": num_ranks, "config": asdict(config), "optimal": asdict(optimal)})
         except ConfigError as error:  # a measured link knows its own number of ranks only; two levels want whole nodes
             gaps[str(error)] = None
     note("the layout")
@@ -190,22 +204,19 @@ def collect(
 
 def _named_plans(outlook: Outlook) -> tuple[NamedPlan, ...]:
     """Return the default, the config's own plan if it sizes buckets, the best size of the sweep, and the optimal cuts."""
-    setting, best = outlook.setting, outlook.best
+    setting = outlook.setting
     unsized = replace(setting, ddp=setting.ddp.model_copy(update=dict.fromkeys(SIZE_FIELDS)))
     plans = [_plan_of_layout("default", "default", unsized)]
     if setting.ddp != unsized.ddp:
         plans.append(_plan_of_layout("config", "this config", setting))
-    plans.append(NamedPlan("uniform", "best size", setting.plan_of_size(best.bucket_numel), best))
-    plans.append(NamedPlan("optimal", "optimal cuts", setting.optimal_plan, outlook.optimal))
-    return tuple(plans)
+    return (*plans, NamedPlan("uniform", "best size", outlook.best), NamedPlan("optimal", "optimal cuts", outlook.optimal))
 
 
 def _plan_of_layout(key: str, name: str, setting: Setting) -> NamedPlan:
     layout = _layout_of(setting)
     largest = max(layout.buffers, key=lambda buffer: buffer.numel)
     numel = None if setting.ddp.bucket_cuts is not None else largest.bucket_size or setting.workload.numel or None
-    plan = _layout_plan(setting, layout)
-    return NamedPlan(key, name, plan, sweep_row(setting, plan, numel))
+    return NamedPlan(key, name, sweep_row(setting, _layout_plan(setting, layout), numel))
 
 
 def _specs_of(setting: Setting) -> tuple[ParamSpec, ...]:
@@ -251,21 +262,3 @@ def bucket_rows(layout: ModelLayout, *, is_sharded: bool) -> Iterator[dict[str, 
                 for owner in owners[:OWNERS_SHOWN] + owners[OWNERS_SHOWN:][-1:]
             ],
         }
-
-
-def _memory_row(setting: Setting, moments_per_element: int) -> dict[str, Any]:
-    modes = memory_by_mode(
-        _specs_of(setting),
-        setting.ddp,
-        dp_size=setting.dp_size,
-        group_sizes=setting.group_sizes,
-        num_instances=setting.num_instances,
-        moments_per_element=moments_per_element,
-    )
-    return {"dp_size": setting.dp_size, **{mode: asdict(memory) for mode, memory in modes.items()}}
-
-
-def _scaling_row(setting: Setting) -> dict[str, Any]:
-    config = scaling_row(setting, lambda there: _layout_plan(there, _layout_of(there)))
-    optimal = scaling_row(setting, lambda there: there.optimal_plan)
-    return {"num_ranks": setting.dp_size, "config": asdict(config), "optimal": asdict(optimal)}

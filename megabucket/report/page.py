@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
@@ -100,7 +99,7 @@ def _plan(setting: Setting, plan: NamedPlan) -> dict[str, Any]:
     return {
         "key": plan.key,
         "name": plan.name,
-        **asdict(plan.row),
+        **plan.row.to_dict(),
         "hidden": None if trace is None else trace.overlap_fraction,
         "parts": None if trace is None else timeline(trace),
         "sizes": [[len(bucket), *num_bytes] for bucket, *num_bytes in sizes] if num_buckets <= _MOST_SIZES else None,

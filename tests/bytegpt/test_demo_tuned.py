@@ -106,7 +106,7 @@ def test_every_plan_that_ran_is_a_row_with_prediction_and_gain(config_path, monk
     lines = list(_lines(tuning_of(config, FASTER, bucket_size=3000)))
 
     assert lines[1:] == [
-        "2 ranks, gloo; 2 plans predicted, 2 run",
+        "2 ranks, gloo; 2 plans predicted, 2 run; smallest visible gain at this noise: 1.0%",
         "plan     buckets  predicted  measured  error     gain         interval  faster",
         "other          3   10.00 ms  10.00 ms  +0.0%  +100.0%  +100.0% +100.0%   10/10",
         "default        1   20.00 ms  20.00 ms  +0.0%",
@@ -134,6 +134,31 @@ def test_within_noise_nothing_is_recommended_and_the_config_stays(config_path):
     assert yaml.safe_load(tuned_text(config, tuning)) == config.model_dump(mode="json", exclude_unset=True)
     assert tuning.to_dict()["is_default"]
     assert not tuning.to_dict()["is_undecided"]
+
+
+def test_the_smallest_visible_gain_is_stated_with_every_verdict(config_path):
+    config = load_demo_config(config_path, [])
+    noise, few, one = (tuning_of(config, {name: times[:n] for name, times in NOISE.items()}) for n in (10, 4, 1))
+
+    # Ratios of 0.5 and 2, half of them each: the median is 1.25, the lower end of the interval 0.5.
+    assert noise.summary[1].endswith("; smallest visible gain at this noise: 75.0%")
+    assert few.summary[1].endswith("; smallest visible gain at this noise: at least 75.0%")
+    assert one.summary[1].endswith("2 run")
+    assert noise.to_dict()["visible_gain"] == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize(("factor", "way"), [(0.5, "100% too long"), (2, "50% too short")])
+def test_predictions_that_all_miss_are_said_plainly(config_path, factor, way):
+    config = load_demo_config(config_path, [])
+
+    tuning = tuning_of(config, {name: tuple(each * factor for each in times) for name, times in FASTER.items()})
+
+    assert tuning.summary[2] == (
+        f"every prediction is at least {way}: the measured link or compute is not that of these steps, and plans that were not "
+        "run may be better. Keep the machine idle, compare with megabucket calibrate and profile, raise --candidates"
+    )
+    one_right = tuning_of(config, {DEFAULT: (0.02,) * 10, "other": (0.03,) * 10})
+    assert len(one_right.summary) == 2
 
 
 def test_a_file_that_cannot_be_written_is_named(config_path, tmp_path):

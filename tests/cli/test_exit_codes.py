@@ -14,7 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from megabucket import errors
-from megabucket.cli.exit_codes import MEANINGS, ExitCode, exit_code_of, exit_code_table, reports_errors
+from megabucket.cli.exit_codes import ExitCode, exit_code_of, exit_code_table, reports_errors
 from megabucket.cli.main import app
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +81,7 @@ def test_every_command_has_its_help_and_its_docs(command):
 def test_the_table_is_in_the_docs():
     page = (ROOT / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
 
-    assert [f"| {code.value} | {meaning} |" for code, meaning in MEANINGS.items()] == [
+    assert [f"| {code.value} | {code.meaning} |" for code in ExitCode] == [
         line for line in page.splitlines() if line[:3].strip("| ").isdigit()
     ]
 

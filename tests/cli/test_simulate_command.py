@@ -176,9 +176,56 @@ def test_the_table_fits_80_columns_and_marks_the_best_size():
     result = invoke("-c", BOOK)
 
     assert result.exit_code == 0
-    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert max(len(line) for line in result.stdout.splitlines() if not line.startswith("assumed: ")) <= 80
     (best,) = [line for line in result.stdout.splitlines() if line.endswith("best size") and "as the" not in line]
     assert best.split()[:4] == ["10.00", "M", "4", "121.6"]  # the largest of three that tie
+
+
+NO_OPTIMIZER = "optimizer 0.0 ms (workload.optimizer_s is not given)"
+
+
+@pytest.mark.parametrize("sizes", ["2,6,7,8,100", "2,6,100,8,7"])
+def test_sizes_that_give_equal_buckets_are_one_row(config, sizes):
+    lines = invoke("-c", config(SMALL), f"sweep.bucket_numel=[{sizes}]").stdout.splitlines()
+
+    # All three tensors, the last two, and one bucket.
+    rows = [line.split() for line in lines if line.endswith(("x", "size", "on")) and " x " not in line]
+    assert [row[:2] for row in rows if row[0].isdecimal()] == [["2", "3"], ["6", "2"], ["100", "1"]]
+    assert [line for line in lines if line.endswith("from 7 on")] != []
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "assumed"),
+    [
+        (SMALL, [], f"times of the tensors (run.yaml), {NO_OPTIMIZER}"),
+        (SMALL, ["workload.optimizer_s=0.5"], "times of the tensors (run.yaml), optimizer 500.0 ms (command line)"),
+        (
+            MODEL,
+            ["workload.flops_per_s=2e12"],
+            f"1,000 tokens per rank and microbatch (run.yaml) at 2 TFLOP/s (command line), {NO_OPTIMIZER}",
+        ),
+        (
+            MODEL,
+            ["workload={path: w.json}"],
+            "times of w.json (command line), optimizer 250.0 ms (w.json)",
+        ),
+    ],
+)
+def test_what_is_assumed_is_said_with_its_origin(config, tmp_path, text, arguments, assumed):
+    tensors = [{"name": name, "numel": numel, "backward_s": 1.0} for name, numel in (("a", 100), ("b", 300), ("c", 100))]
+    (tmp_path / "w.json").write_text(json.dumps({"tensors": tensors, "optimizer_s": 0.25}))
+
+    result = invoke("-c", config(text), "--dp-size", 4, *arguments)
+
+    assert f"assumed: {assumed}" in " ".join(result.stdout.split())
+
+
+def test_the_optimizer_is_not_said_to_run_for_each_microbatch(config):
+    changed = SMALL.replace("backward_s: 4.0", "backward_s: 4.0, forward_s: 1.0")
+
+    lines = invoke("-c", config(changed), "workload.num_microbatches=3", "workload.optimizer_s=0.5").stdout.splitlines()
+
+    assert "compute 24,500.0 ms: 3 x (forward 1,000.0 + backward 7,000.0) + optimizer 500.0" in lines
 
 
 def test_names_are_escaped_and_cuts_are_printed_as_a_config(config):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megabucket.buffer import WithheldGrad
 from megabucket.config.resolve import fp32_local_params
-from megabucket.planning.memory import RankMemory, local_memory, rank_memory
+from megabucket.planning.memory import RankMemory, rank_memory
 from megabucket.testing import LoopbackWorld
 
 FP32_LOCAL = [(), ("all",), ("p0", "p[35]")]
@@ -117,8 +117,8 @@ def test_everything_that_lives_from_step_to_step_is_computed_to_the_byte(case):
             moments_per_element=moments,
             has_fence=size > 1,
             group_of=group_of,
+            fp32_local=fp32_local_params(config, [f"p{i}" for i in range(len(numels))]),
         )
-        + local_memory(ddp.layout, fp32_local_params(config, [f"p{i}" for i in range(len(numels))]))
         for rank, (ddp, _) in enumerate(ranks)
     ]
     num_placeholders = sum(len(optimizer.sharding.stepped) - len(optimizer.sharding.shards) for _, optimizer in ranks)

@@ -117,6 +117,21 @@ def test_another_ready_order_is_tried_as_bucket_order():
     assert {each.ddp.bucket_order for each in found} == {None, ("a", "c", "b")}
 
 
+def test_the_name_of_a_plan_says_what_it_switches_on():
+    specs = [ParamSpec("a", (20_000,)), ParamSpec("b", (20_000,))]
+    measured = {mode: Measured(Workload(tuple(TensorWork(spec.name, 20_000) for spec in specs)), HostCosts()) for mode in Mode}
+    default = DistributedDataParallelConfig(use_distributed_optimizer=True)
+
+    found = find_candidates(specs, default, measured, flat(1e-5, 1e-7), num_ranks=2)
+
+    gathering = [each for each in found if each.ddp.overlap_param_gather]
+    assert gathering
+    assert all(each.name.endswith(", overlap_param_gather=True") for each in gathering)
+    assert not any("overlap_param_gather" in each.name for each in found if each not in gathering)
+    found = find_candidates(specs, in_mode(default, Mode.REDUCE_SCATTER), measured, flat(1e-5, 1e-7), num_ranks=2)
+    assert not any("overlap_param_gather" in each.name for each in found)  # as in the default
+
+
 @given(models())
 def test_in_layout_order_each_gradient_waits_for_those_before_it(model):
     _, workload = model
@@ -224,6 +239,22 @@ def test_a_decision_needs_more_rounds_the_more_candidates_there_are(num_others, 
         (needed, needed),
     ]
     assert [each.is_undecided for each in found] == [each.is_default for each in found] == [True, True, False]
+
+
+@given(st.integers(8, 14).flatmap(rounds), st.lists(st.floats(0.9, 1.1), min_size=14, max_size=14))
+def test_any_gain_that_counts_as_visible_is_recommended(values, noise):
+    def after(gain):
+        own = [value / (1 + gain) * jitter for value, jitter in zip(values, noise, strict=False)]
+        return decide({DEFAULT: values, "faster": own})
+
+    visible = after(0.0).visible_gain
+
+    # The ratios of one with a gain are (1 + gain) times as large, and so is their spread.
+    assert after(2 * visible + 0.3).choice == "faster"
+    few = decide({DEFAULT: values[:3], "faster": [value * jitter for value, jitter in zip(values[:3], noise, strict=False)]})
+    ratios = sorted(1 / jitter for jitter in noise[:3])
+    assert few.visible_gain == pytest.approx(max(ratios[1] - ratios[0], 0.01))  # the least that it can be
+    assert decide({DEFAULT: values[:1], "faster": values[:1]}).visible_gain is None
 
 
 def test_a_gain_below_the_least_that_counts_is_left_alone():

@@ -7,17 +7,17 @@ from timing_cases import flat, ring
 
 from megabucket.errors import ConfigError
 from megabucket.layout import ParamSpec
+from megabucket.measure.profile_steps import WorkloadProfile
 from megabucket.planning import load_config, param_specs
-from megabucket.planning.links import AffineFit, LinkTable, MeasuredLink, TwoLevelLink, read_link, write_link
-from megabucket.planning.workload import TensorWork, Workload, is_lookup, model_fingerprint, workload_of, write_workload
+from megabucket.planning.links import LinkTable, MeasuredLink, TwoLevelLink, read_link, write_link
+from megabucket.planning.workload import TensorWork, Workload, is_lookup, model_fingerprint, workload_of
 from megabucket.trace import CollectiveKind
 
 AR = (CollectiveKind.ALL_REDUCE, "float32")
 INSIDE, BETWEEN = "{latency_s: 0, bytes_per_s: 9}", "{latency_s: 1, bytes_per_s: 2}"
-FIT = AffineFit(latency_s=1e-5, seconds_per_byte=1e-9, residual=0.01)
 MEASURED = MeasuredLink(
     num_ranks=2,
-    tables=(LinkTable(operation="all_reduce", points=((1.0, 1e-5), (1e9, 0.1 + 1 / 3)), fit=FIT),),
+    tables=(LinkTable(operation="all_reduce", points=((1.0, 1e-5), (1e9, 0.1 + 1 / 3))),),
     facts={"backend": "gloo"},
 )
 
@@ -169,7 +169,7 @@ def test_the_tensors_of_a_section_are_the_workload(load):
 
 def test_a_profile_may_be_named_and_corrected(load, tmp_path):
     profile = Workload((TensorWork("a", 3, 1.0),), optimizer_s=0.25, param_bytes_per_element=2)
-    write_workload(tmp_path / "workload.json", profile)
+    WorkloadProfile(profile, {}).write(tmp_path / "workload.json")
 
     assert workload_of(load("workload: {path: workload.json}")) == profile
     corrected = workload_of(load("workload: {path: workload.json, num_microbatches: 4}"))
@@ -179,7 +179,7 @@ def test_a_profile_may_be_named_and_corrected(load, tmp_path):
 def test_a_profile_of_another_model_is_refused_also_when_only_shapes_differ(load, tmp_path):
     specs = [ParamSpec("a", (2, 3)), ParamSpec("b", (4,))]
     profile = Workload((TensorWork("a", 6, 1.0), TensorWork("b", 4, 1.0)))
-    write_workload(tmp_path / "workload.json", profile, facts={"model_fingerprint": model_fingerprint(specs)})
+    WorkloadProfile(profile, {"model_fingerprint": model_fingerprint(specs)}).write(tmp_path / "workload.json")
     run = load("workload: {path: workload.json}")
 
     assert workload_of(run, specs) == profile

@@ -99,7 +99,7 @@ def test_what_is_affine_says_so_exactly(kind, payload_bytes, num_ranks):
 )
 def test_a_table_is_linear_between_its_points(payload_bytes, seconds):
     assert TABLE.collective_s(AR, payload_bytes, 2) == pytest.approx(seconds)
-    assert TABLE.affine(AR, 2) == fit_affine(POINTS).line
+    assert TABLE.affine(AR, 2) == fit_affine(POINTS)
     assert not TABLE.is_affine
 
 
@@ -162,8 +162,7 @@ def test_points_on_a_line_give_the_line(latency_s, slope, sizes):
     fit = fit_affine([(size, latency_s + slope * size) for size in sorted(sizes)])
 
     for size in sizes:
-        assert fit.line(size) == pytest.approx(latency_s + slope * size, rel=1e-5)
-    assert fit.residual < 1e-5
+        assert fit(size) == pytest.approx(latency_s + slope * size, rel=1e-5)
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.floats(1e-6, 1)), min_size=2, max_size=8, unique_by=lambda p: p[0]))
@@ -184,8 +183,8 @@ def test_no_line_with_latency_and_slope_above_zero_has_a_smaller_relative_error(
 
 
 def test_a_table_of_zeros_fits_a_link_that_costs_nothing():
-    assert fit_affine([(0, 0.0), (8, 0.0)]).line(100) == 0.0
+    assert fit_affine([(0, 0.0), (8, 0.0)])(100) == 0.0
 
 
 def test_one_point_is_its_time_for_any_size():
-    assert fit_affine([(0, 0.5)]).line(100) == 0.5
+    assert fit_affine([(0, 0.5)])(100) == 0.5

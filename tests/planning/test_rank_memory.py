@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.layout import ParamSpec, build_layout
-from megabucket.planning.memory import RankMemory, rank_memory
+from megabucket.planning.memory import RankMemory, memory_by_mode, rank_memory
 
 SCRATCH = 48 + 8 + 4  # the fence, the norm, and one step count of Adam; a NaN for each parameter comes on top
 
@@ -91,9 +91,9 @@ def test_gaps_inside_a_flat_tensor_of_the_optimizer_are_counted_once_for_each_co
 
 
 def test_what_is_given_for_activations_is_taken_as_it_is_and_one_rank_has_no_fence():
-    layout = layout_of([ParamSpec("w", (256,))], dp_size=1)
+    config = DistributedDataParallelConfig()
 
-    memory = rank_memory(layout, rank=0, is_sharded=True, has_fence=False, activation_bytes=12_345)
+    memory = memory_by_mode([ParamSpec("w", (256,))], config, dp_size=1, activation_bytes=12_345)["reduce_scatter"]
 
     assert (memory.activation_bytes, memory.scratch_bytes) == (12_345, 8 + 4 + 4)
     assert memory.total_bytes == 16 * 256 + 12_345 + 16

@@ -13,8 +13,9 @@ from timing_cases import single_plan, workloads
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.errors import ConfigError
 from megabucket.layout import ParamSpec, build_layout
+from megabucket.measure.profile_steps import WorkloadProfile
 from megabucket.planning.cuts import per_tensor_plan, plan_of_layout, uniform_plan
-from megabucket.planning.workload import TensorWork, Workload, read_workload, workload_from_dict, write_workload
+from megabucket.planning.workload import TensorWork, Workload, read_workload, workload_from_dict
 
 THREE = Workload((TensorWork("a", 5, 1.0, 0.5), TensorWork("b", 0, 2.0, 0.25), TensorWork("c", 7, 4.0, 1.0)))
 
@@ -59,7 +60,7 @@ def test_json_gives_the_workload_back_unchanged(workload):
 
 
 def test_a_file_gives_the_workload_back_unchanged(tmp_path):
-    write_workload(tmp_path / "deep" / "workload.json", THREE, facts={"device": "cpu"})
+    WorkloadProfile(THREE, {"device": "cpu"}).write(tmp_path / "deep" / "workload.json")
 
     assert read_workload(tmp_path / "deep" / "workload.json") == THREE
     assert json.loads((tmp_path / "deep" / "workload.json").read_text())["facts"] == {"device": "cpu"}

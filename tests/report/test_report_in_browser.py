@@ -10,8 +10,9 @@ import threading
 import pytest
 from report_cases import HOSTILE, book, model_run, report, small, tensors, zero
 
+from megabucket.measure.profile_steps import WorkloadProfile
 from megabucket.planning import RunConfig
-from megabucket.planning.workload import TensorWork, Workload, write_workload
+from megabucket.planning.workload import TensorWork, Workload
 from megabucket.report import Measured, render_page, write_report
 from megabucket.report.measured import MeasuredPlan
 
@@ -77,7 +78,7 @@ def site(browser, tmp_path_factory):
 def many_report(tmp_path_factory):
     path = tmp_path_factory.mktemp("many") / "workload.json"
     works = (TensorWork(f"layers.{i}.<b>weight</b>", i * 7919 % 10_007, 1e-7 * (i % 13), 1e-7 * (i % 5)) for i in range(MANY))
-    write_workload(path, Workload(tuple(works), optimizer_s=1e-3))
+    WorkloadProfile(Workload(tuple(works), optimizer_s=1e-3), {}).write(path)
     link = {"kind": "ring", "latency_s": 1e-5, "bytes_per_s": 1e10}
     return report(
         RunConfig.model_validate({"mode": "reduce_scatter", "link": link, "workload": {"path": str(path)}}), dp_size=64
