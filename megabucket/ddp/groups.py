@@ -496,8 +496,8 @@ def check_group_uses(by_rank: Sequence[Mapping[str, Any]]) -> None:
             patterns = [pattern for pattern, group in is_met if group == name]
             found = f" ({name_list(patterns)} matches no name)" if patterns else ""
             raise ConfigError(
-                f"group_of= gives the group {name!r} no parameter on any rank{found}, so what belongs there would be reduced over "
-                f"the ranks of {DENSE!r}. Correct group_of=, or leave {name!r} out of the groups."
+                f"group_of= gives the group {name!r} no parameter on any rank{found}, so what belongs there would be reduced "
+                f"over the ranks of {DENSE!r}. Correct group_of=, or leave {name!r} out of the groups."
             )
     for pattern, _ in (one for one, matches in is_met.items() if not matches):
         log_once(f"group_of= has {pattern!r}, which is no name of a parameter on any rank")
