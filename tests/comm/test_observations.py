@@ -164,8 +164,8 @@ class TestLate:
         assert scene.seen.late()[2].startswith("is alive")
 
         assert scene.look(times=2).late()[2] == (
-            "has given no sign of life for 1.1 s and has not launched its part; last seen in backward, step 12, bucket 2, up to "
-            "0.5 s before"
+            "has given no sign of life for 1.1 s and has not launched its part; last seen in backward, step 12, bucket 2, up "
+            "to 0.5 s before"
         )
 
     def test_a_rank_that_never_wrote_has_not_come(self, scene):
