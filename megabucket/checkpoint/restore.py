@@ -145,8 +145,10 @@ def restore(stored: Stored, parts: TrainingParts, *, cast: bool = False, with_rn
             touched.append((set_state, before))
             set_state(state)
 
+    # In a call of its own, because the ranks that agree in it go on: one that was interrupted in ``set_states`` makes another.
+    states_ranks = GroupRanks(parts.ddp, "loading a checkpoint: states")
     try:
-        together(ranks, set_states)
+        together(states_ranks, set_states)
     except BaseException:
         for set_state, before in reversed(touched):
             with suppress(Exception):  # an object that cannot take its own state back has failed before

@@ -754,3 +754,48 @@ def test_values_that_somebody_else_has_written_are_one_error(change, text):
         restore(stored, parts)
     (problem,) = mismatches(stored, parts, cast=False)
     assert f"its values cannot be read: {text}" in problem
+
+
+class Interrupted:
+    """The state of a scheduler; the first load is interrupted."""
+
+    def __init__(self):
+        self.value, self.is_due = 0, False
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        if self.is_due:
+            self.is_due = False
+            raise KeyboardInterrupt
+        self.value = state["value"]
+
+
+def test_a_load_that_was_interrupted_on_one_rank_is_one_on_none_also_if_that_rank_loads_again():
+    world = LoopbackWorld(2, timeout_s=20)
+
+    def make(rank):
+        ddp = DistributedDataParallel(torch.nn.Linear(4, 3), communicator=world.communicator(rank))
+        return TrainingParts(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), schedulers=Interrupted())
+
+    parts = world.run(make)
+    stored = KeptInMemory(world.run(lambda rank: to_host(capture(parts[rank]))))
+
+    def program(rank):
+        (scheduler,), weight = parts[rank].stateful.values(), parts[rank].ddp.module.weight
+        weight.data.fill_(7.0)
+        scheduler.value, scheduler.is_due = 1, rank == 1
+        found = []
+        for _ in range(3 if rank else 2):
+            try:
+                restore(stored, parts[rank])
+            except BaseException as error:
+                found.append((type(error).__name__, scheduler.value, bool((weight == 7.0).all())))
+        return found, scheduler.value, bool((weight == 7.0).any())
+
+    (first, *after), (second, *also_after) = world.run(program)
+
+    assert first == [("CallMismatchError", 1, True)]
+    assert second == [("KeyboardInterrupt", 1, True), *first]
+    assert after == also_after == [0, False]  # the last load

@@ -14,6 +14,7 @@ import megabucket as mb
 
 pytestmark = pytest.mark.dist
 
+LABEL = "state_dict(): optimizer state"
 TOLD_S = 5.0  # a tenth of a second; the rest is a busy machine
 
 
