@@ -21,7 +21,7 @@ TOLD_S = 5.0  # a tenth of a second; the rest is a busy machine
 class Run:
     """One rank's wrapper and optimizer; the mean gradient of each step is 2."""
 
-    def __init__(self, rank: Rank, layer: torch.nn.Linear) -> None:
+    def __init__(self, rank: Rank, layer: torch.nn.Module) -> None:
         config = mb.DistributedDataParallelConfig(use_distributed_optimizer=True, heartbeat_s=0.3, dead_after_s=1.5)
         self.rank, self.ddp = rank, mb.DistributedDataParallel(layer, config, process_group=rank.group)
         self.optimizer = mb.DistributedOptimizer(torch.optim.SGD(self.ddp.parameters(), lr=0.1, momentum=0.9), self.ddp)
@@ -30,9 +30,10 @@ class Run:
         self.optimizer.zero_grad()
         (self.ddp(torch.ones(1, 256)) * (1 + 2 * self.rank.index)).sum().backward()
         self.optimizer.step()
-        return sorted({round(value, 5) for value in self.ddp.module.weight.flatten().tolist()})
+        return sorted({round(value, 5) for value in next(self.ddp.module.parameters()).flatten().tolist()})
 
     def momentum(self) -> dict[str, Any]:
+        state: dict[str, Any]
         (state,) = self.optimizer.torch_optimizer.state.values()
         return state
 
