@@ -14,6 +14,9 @@ MIB: Final = 1024 * 1024
 DTYPE_BYTES: Final = MappingProxyType({"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2})
 """Bytes per element of the dtypes a buffer can hold."""
 
+FENCE_BYTES: Final = 6 * 8
+"""The message at the end of each step: six integers of 8 bytes (``comm/exchange.py``)."""
+
 _DECIMAL: Final = MappingProxyType({"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9})
 _COUNT: Final = re.compile(r"\s*(\d+(?:\.\d+)?(?:[eE][+]?\d+)?)\s*([KMGBkmgb]?)\s*")
 

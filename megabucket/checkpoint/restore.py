@@ -35,7 +35,16 @@ from megabucket.layout.identity import ParamIdentity
 from megabucket.layout.shards import shard_slices
 from megabucket.optim import DistributedOptimizer
 from megabucket.optim.shards import MainShard
-from megabucket.optim.state_dict import Description, StateEntry, WholeState, entry_from_json, main_dtype, number_in, set_groups
+from megabucket.optim.state_dict import (
+    NUMBERS_OF,
+    Description,
+    StateEntry,
+    WholeState,
+    entry_from_json,
+    main_dtype,
+    number_in,
+    set_groups,
+)
 
 Restore = Callable[[Any], Any]
 """Sets the state of an object that can also be set back: ``load_state_dict``, say."""
@@ -136,8 +145,10 @@ def restore(stored: Stored, parts: TrainingParts, *, cast: bool = False, with_rn
             touched.append((set_state, before))
             set_state(state)
 
+    # In a call of its own, because the ranks that agree in it go on: one that was interrupted in ``set_states`` makes another.
+    states_ranks = GroupRanks(parts.ddp, "loading a checkpoint: states")
     try:
-        together(ranks, set_states)
+        together(states_ranks, set_states)
     except BaseException:
         for set_state, before in reversed(touched):
             with suppress(Exception):  # an object that cannot take its own state back has failed before
@@ -252,7 +263,7 @@ def _optimizer_problems(
         return ["the checkpoint has no optimizer state; load it with optimizer=None to take the weights only"]
     kind = type(inner_of(optimizer)).__name__
     problems = [] if kind == there.kind else [f"the optimizer was {there.kind} and is {kind}"]
-    problems += there.problems()
+    problems += there.problems(NUMBERS_OF.get(type(inner_of(optimizer)), frozenset()))
     for index, (of_group, own_group) in enumerate(zip(there.groups, optimizer.param_groups, strict=False)):
         for key, encoded in of_group["hyperparameters"].items():
             value, own_value = decode(encoded, _without_values(stored)), own_group.get(key)
@@ -381,8 +392,11 @@ class StoredOptimizer:
         computed_in = {name: dtype for dtype, names in values["computed_in"].items() for name in names}
         return cls(stored, values["class"], values["groups"], state, computed_in)
 
-    def problems(self) -> list[str]:
-        """Return the stored state that no parameter would get.
+    def problems(self, needed: Collection[str]) -> list[str]:
+        """Return the stored state that no parameter would get, and the numbers that are missing.
+
+        Args:
+            needed: keys of the numbers of every parameter that has state.
 
         Raises:
             ValueError: a number of the state is none; or another of ``UNREADABLE``.
@@ -396,10 +410,17 @@ class StoredOptimizer:
                     decode(json.loads(entry.number[1]), _without_values(self.stored))
                 elif entry.kind in ("number", "tensor"):
                     number_in(entry, torch.device("cpu"))
+        lacking = {
+            key: [name for name, entries in self.state.items() if entries and all(entry.key != key for entry in entries)]
+            for key in needed
+        }
         return [
-            f"{name!r} is in the checkpoint, and its optimizer does not know it"
-            for name in self.stored.tensors
-            if name.startswith(Prefix.STATE) and name not in known and not name.startswith(tuple(plain))
+            *(
+                f"{name!r} is in the checkpoint, and its optimizer does not know it"
+                for name in self.stored.tensors
+                if name.startswith(Prefix.STATE) and name not in known and not name.startswith(tuple(plain))
+            ),
+            *(f"{key!r} of {name_list(names)} is not in the checkpoint" for key, names in sorted(lacking.items()) if names),
         ]
 
     def dtype_of(self, name: str, entry: StateEntry, dtype: torch.dtype) -> torch.dtype:

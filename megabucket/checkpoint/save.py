@@ -335,8 +335,11 @@ class BackgroundWriter:
 def _run(work: Work, result: Future[Any]) -> None:
     try:
         result.set_result(work())
-    except BaseException as error:
+    except Exception as error:
         result.set_exception(error)
+    except BaseException as error:
+        # It would have ended this thread. In the caller's it would count as an interrupt, about which other ranks hear nothing.
+        result.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
 
 # Data files, cut to size. To read one element, all of its file is read and hashed, so files are bounded.

@@ -14,6 +14,7 @@ import torch
 from megabucket.comm.communicator import AllGather, AllReduce, Broadcast, Call, Communicator, Handle, ReduceOp
 from megabucket.comm.device import Accelerator
 from megabucket.errors import CollectiveError
+from megabucket.units import FENCE_BYTES
 
 _LENGTH_BYTES: Final = 8
 _MOST_BYTES: Final = 1 << 30
@@ -43,7 +44,7 @@ class Gate:
 
     def __init__(self, communicator: Communicator, *, device: torch.device) -> None:
         self._control = communicator.control
-        self._vector = torch.zeros(6, dtype=torch.int64, device=device)
+        self._vector = torch.zeros(FENCE_BYTES // 8, dtype=torch.int64, device=device)
         self._accelerator = Accelerator.of(device)
         self._batch = self._control.prepare([AllReduce(self._vector, ReduceOp.MAX)])
         self._handle: Handle | None = None

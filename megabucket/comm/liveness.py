@@ -50,6 +50,7 @@ _BLOCKED_S: Final = 1.0  # a wait is written to the board after this time
 _ANSWER_S: Final = 0.5  # time limit for an answer of the store once a rank is lost
 _DIAGNOSIS_S: Final = 1.0  # a process that closed its connections dies within this time, or goes on without the group
 _DIAGNOSIS_BEATS: Final = 3.5  # on another host its beats stop
+_BEATS_ALIVE: Final = 2  # a rank that is silent for more beats is not said to be alive
 _START_S: Final = 5.0
 _JOIN_S: Final = 1.0
 _READ_EVERY_S: Final = 0.2
@@ -189,11 +190,6 @@ class Beat(NamedTuple):
     def place(self) -> str:
         """Phase, step and bucket of the rank."""
         return f"{self.phase}, step {self.step}" + (f", bucket {self.bucket}" if self.bucket >= 0 else "")
-
-    @property
-    def last_seen(self) -> str:
-        """The place as the end of an error text; empty if the rank writes a single beat."""
-        return "" if self.every_s is None else f"; last seen in {self.place}"
 
 
 class Block(NamedTuple):
@@ -612,7 +608,7 @@ class Observations:
             has_left_early = beat.has_left and beat.num_launched < self._number
             is_sure |= has_left_early or peer.looks_at_dead >= (_LOOKS_AT_ENDED if beat.has_left else _LOOKS_AT_DEAD)
             if is_dead and not beat.has_left:
-                crashed[rank] = f"died: process {beat.process.pid} on {beat.process.host} is gone{beat.last_seen}"
+                crashed[rank] = f"died: process {beat.process.pid} on {beat.process.host} is gone{self._last_seen(beat)}"
             elif is_dead or has_left_early:
                 left[rank] = self._how_left(beat)
         return (crashed or left) if is_sure else {}
@@ -630,7 +626,7 @@ class Observations:
     def silent(self, limit_s: float, verb: str = "froze") -> dict[int, str]:
         """Return the ranks that should write beats and have written none for ``limit_s``."""
         return {
-            rank: f"{verb}: no sign of life for {limit_s:.3g} s{peer.beat.last_seen}"
+            rank: f"{verb}: no sign of life for {limit_s:.3g} s{self._last_seen(peer.beat)}"
             for rank, peer in self._peers.items()
             if peer.silent_s >= limit_s and peer.beat.every_s is not None and not peer.beat.has_left
         }
@@ -643,9 +639,22 @@ class Observations:
         """Return the ranks that have not launched the collective in question, according to their beats."""
         found = dict.fromkeys(self._absent(), "has given no sign of life: it has not wrapped its module yet")
         for rank, peer in self._peers.items():
-            if peer.beat.every_s is not None and peer.beat.num_launched < self._number:
-                found[rank] = f"is alive but has not launched its part; it is in {peer.beat.place}"
+            beat = peer.beat
+            if beat.every_s is None or beat.num_launched >= self._number:
+                continue
+            found[rank] = f"is alive but has not launched its part; it is in {beat.place}"
+            if peer.silent_s > _BEATS_ALIVE * beat.every_s:
+                silence = f"has given no sign of life for {peer.silent_s:.3g} s"
+                found[rank] = f"{silence} and has not launched its part{self._last_seen(beat)}"
         return dict(sorted(found.items()))
+
+    def _last_seen(self, beat: Beat) -> str:
+        """Return the end of a text about a lost rank; empty if it writes a single beat."""
+        if beat.every_s is None:
+            return ""
+        view_age_s = self._looked_at_s - self._asked_at_s  # grows without end if the host of the store is lost
+        age_s = beat.every_s + (view_age_s if view_age_s > beat.every_s else 0.0)
+        return f"; last seen in {beat.place}, up to {round(age_s, 2):g} s before"
 
     def _absent(self) -> list[int]:
         return [rank for rank in self._others if rank not in self._peers]
@@ -816,7 +825,8 @@ class PeerWatch:
         return self._progress.number_of(self.heartbeat.members[rank], rank)
 
     def _waiting_for(self, wait: Observations) -> str:
-        return f"{wait.label} of step {self._progress.step} ({self._progress.phase})"
+        phase = "" if self._progress.phase == wait.label else f" ({self._progress.phase})"
+        return f"{wait.label} of step {self._progress.step}{phase}"
 
     def _conclude(self, finding: Finding) -> Finding:
         if self.finding is None:

@@ -460,14 +460,47 @@ def identify(module: torch.nn.Module, ranks: RankGroups, given: ParallelGroups |
                 f"parameter {name!r} is of group {groups[0]!r}; the wrapper has {name_list(list(ranks.by_name))}. Pass "
                 f"groups= with the ranks that hold the same parameters of {groups[0]!r}"
             )
-    for pattern in group_of if isinstance(group_of, Mapping) else ():
-        if not fnmatch.filter(found, pattern):
-            log_once(f"group_of= has {pattern!r}, which is no name of a parameter on this rank")
     unknown = sorted({copy for one in found.values() for copy in one.copies} - set(ranks.copies))
     if unknown and ranks.norm is not None:
         raise ConfigError(f"identities have copies along {name_list(unknown)}: pass copies={{name: ranks}} for each of them")
     check_identities(found, {name: tuple(param.shape) for name, param in module.named_parameters()})
     return found
+
+
+def group_uses(identities: Mapping[str, ParamIdentity], ranks: RankGroups, group_of: GroupOf | None) -> dict[str, Any]:
+    """Return this rank's part for ``check_group_uses``; plain data."""
+    patterns = group_of if isinstance(group_of, Mapping) else {}
+    return {
+        "used": sorted({identity.group for identity in identities.values()}),
+        # Without group_of= the parameters carry marks, and a program may pass the same groups for models without experts.
+        "wanted": [] if group_of is None else [name for name in ranks.by_name if name != DENSE],
+        "patterns": [(pattern, group, bool(fnmatch.filter(identities, pattern))) for pattern, group in patterns.items()],
+    }
+
+
+def check_group_uses(by_rank: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a ``group_of=`` that leaves a group without parameters on all ranks. On some ranks it may: pipeline stages differ.
+
+    Args:
+        by_rank: the results of ``group_uses``.
+
+    Raises:
+        ConfigError: it does; the same on all ranks.
+    """
+    used = set(chain.from_iterable(row["used"] for row in by_rank))
+    is_met: dict[tuple[str, str], bool] = {}
+    for pattern, group, matches in chain.from_iterable(row["patterns"] for row in by_rank):
+        is_met[pattern, group] = is_met.get((pattern, group), False) or matches
+    for name in dict.fromkeys(chain.from_iterable(row["wanted"] for row in by_rank)):
+        if name not in used:
+            patterns = [pattern for pattern, group in is_met if group == name]
+            found = f" ({name_list(patterns)} matches no name)" if patterns else ""
+            raise ConfigError(
+                f"group_of= gives the group {name!r} no parameter on any rank{found}, so what belongs there would be reduced "
+                f"over the ranks of {DENSE!r}. Correct group_of=, or leave {name!r} out of the groups."
+            )
+    for pattern, _ in (one for one, matches in is_met.items() if not matches):
+        log_once(f"group_of= has {pattern!r}, which is no name of a parameter on any rank")
 
 
 def _group_in(group_of: GroupOf, name: str, tensor: torch.Tensor) -> str | None:

@@ -23,7 +23,16 @@ from megabucket.comm import exchange
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.config.resolve import fp32_local_params, resolve_step
 from megabucket.ddp.fence import Call, Entry, Fence, opening
-from megabucket.ddp.groups import DENSE, ParallelGroups, RankGroups, buffer_groups, copies_key, identify
+from megabucket.ddp.groups import (
+    DENSE,
+    ParallelGroups,
+    RankGroups,
+    buffer_groups,
+    check_group_uses,
+    copies_key,
+    group_uses,
+    identify,
+)
 from megabucket.ddp.guards import ModelWatch, PlainOptimizerGuard, moved_params
 from megabucket.ddp.hooks import check_finish, register_hooks
 from megabucket.ddp.param_gather import ParamGather
@@ -43,7 +52,7 @@ from megabucket.errors import (
     name_list,
 )
 from megabucket.layout import ModelLayout, ParamSpec, build_layout, launch_order
-from megabucket.layout.identity import IdentityOf, ParamIdentity, by_place, check_identities
+from megabucket.layout.identity import ParamIdentity, by_place, check_identities
 from megabucket.units import DTYPE_BYTES
 
 _CUTTING_FIELDS: Final = frozenset(
@@ -465,6 +474,7 @@ def _agree_on_model(
     Raises:
         LayoutMismatchError: module, config or versions differ.
         LayoutError: ``identity=`` lets two ranks hold the same part of the whole model.
+        ConfigError: ``group_of=`` leaves a group without parameters on all ranks.
         PeerFailedError: some rank cannot wrap its module.
         MegabucketError: what ``discover_params``, ``identify`` and ``build_layout`` raise, where all ranks raise it alike.
     """
@@ -481,29 +491,38 @@ def _agree_on_model(
             of_group.append(("groups of the buckets, in launch order", *order))
         copies = partial_entries(dict(module.named_parameters()), identities, layout, ranks)
         call.by_group = {**by_group, **copies}
-    if not ranks.has_same_params:
-        _check_claims(module, identities, ranks, None if groups is None else groups.identity)
+    if groups is not None:
+        _compare_identities(module, identities, ranks, groups)
     return params, identities, layout
 
 
-def _check_claims(
-    module: torch.nn.Module, identities: Mapping[str, ParamIdentity], ranks: RankGroups, identity_of: IdentityOf | None
+def _compare_identities(
+    module: torch.nn.Module, identities: Mapping[str, ParamIdentity], ranks: RankGroups, groups: ParallelGroups
 ) -> None:
-    """Refuse contradicting results of ``identity=`` on two ranks. Without a result a parameter may have a local name."""
-    given = {name: param for name, param in module.named_parameters() if identity_of is not None and identity_of(name, param)}
-    # Copies along dimensions without given ranks are unknown.
-    sent = [name for name in given if ranks.copies.keys() >= {*identities[name].copies} and ranks.is_first(identities[name])]
+    """Compare what ``identity=`` and ``group_of=`` say on all ranks, of which each may hold another part of the model.
+
+    Raises:
+        LayoutError: the results of ``identity=`` contradict each other. Without a result a parameter may have a local name.
+        ConfigError: a group that parameters are assigned to by ``group_of=`` has none on any rank.
+    """
+    given = [(name, param) for name, param in module.named_parameters() if groups.identity and groups.identity(name, param)]
     claims = []
-    for name in sent:
+    for name, param in given:
         own = identities[name]
-        claims.append((name, own.global_name, own.offset, tuple(given[name].shape), own.global_shape))
-    payload = json.dumps(claims, default=int).encode()  # default= for integers of numpy
-    answers = exchange(ranks.step, payload, device=exchange_device(module), label="wrap: identities")
-    by_owner = {f"{name} on rank {rank}": claim for rank, row in enumerate(answers) for name, *claim in json.loads(row)}
+        # Copies along dimensions without given ranks are unknown.
+        if ranks.copies.keys() >= {*own.copies} and ranks.is_first(own):
+            claims.append((name, own.global_name, own.offset, tuple(param.shape), own.global_shape))
+    said = {"claims": claims, **group_uses(identities, ranks, groups.group_of)}
+    rows = [json.dumps(said, default=int).encode()]  # default= for integers of numpy
+    if not ranks.has_same_params:
+        rows = exchange(ranks.step, rows[0], device=exchange_device(module), label="wrap: identities")
+    by_rank = [json.loads(row) for row in rows]
+    by_owner = {f"{name} on rank {rank}": claim for rank, row in enumerate(by_rank) for name, *claim in row["claims"]}
     check_identities(
         {owner: ParamIdentity(of, tuple(whole), tuple(offset)) for owner, (of, offset, _, whole) in by_owner.items()},
         {owner: tuple(shape) for owner, (_, _, shape, _) in by_owner.items()},
     )
+    check_group_uses(by_rank)
 
 
 def _call(label: str, ranks: RankGroups, device: torch.device) -> AbstractContextManager[Call]:

@@ -26,6 +26,7 @@ from megabucket.ddp.guards import read_hyperparameters, texts_of
 from megabucket.ddp.replicas import checksum
 from megabucket.errors import CheckpointUnavailableError, OptimizerParametersError, PhaseError, name_list
 from megabucket.layout import Span
+from megabucket.layout.identity import by_place
 from megabucket.layout.segments import Segment, plan_segments
 from megabucket.optim.elementwise import check_elementwise
 from megabucket.optim.kernels import find_kernels
@@ -353,7 +354,7 @@ class Sharding:
         """
         ranks, identities = self._ddp.ranks, self._ddp.identities
         found: dict[str, list[Entry]] = {name: [] for name in (*ranks.by_name, *map(copies_key, ranks.copies))}
-        for name in sorted(entries, key=lambda name: (identities[name].global_name, identities[name].offset)):
+        for name in by_place(entries, identities):
             identity = identities[name]
             found[identity.group].append((*entries[name], *(sums or {}).get(name, ())))
             for along in ranks.copies.keys() & identity.copies:

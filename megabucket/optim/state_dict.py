@@ -14,9 +14,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
+from torch import optim
 
 from megabucket.buffer import ParamAndGradBuffer, dtype_name, dtype_named, view_like
 from megabucket.buffer.param_and_grad_buffer import dense_strides
@@ -28,8 +30,18 @@ if TYPE_CHECKING:
     from megabucket.ddp.step import GradSync
     from megabucket.optim.shards import MainShard
 
-KNOWN_NUMBERS: Final = frozenset({"step", "mu_product", "eta", "mu"})  # mu_product: NAdam; eta, mu: ASGD
-"""Keys of torch's own optimizers with one number for a whole parameter. For a scalar parameter its shape does not show that."""
+NUMBERS_OF: Final[Mapping[type[torch.optim.Optimizer], frozenset[str]]] = MappingProxyType(
+    {
+        **dict.fromkeys((optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.AdamW), frozenset({"step"})),
+        **dict.fromkeys((optim.Adamax, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SparseAdam), frozenset({"step"})),
+        optim.NAdam: frozenset({"step", "mu_product"}),
+        optim.ASGD: frozenset({"step", "mu", "eta"}),
+    }
+)
+"""Keys of the state of torch's own optimizers with one number for a whole parameter, which has no step without them."""
+
+KNOWN_NUMBERS: Final = frozenset[str]().union(*NUMBERS_OF.values())
+"""All of them. For a scalar parameter the shape of a value does not show whether it is one per element."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -231,7 +243,8 @@ def number_in(entry: StateEntry, device: torch.device) -> Any:
     if entry.kind == "number":
         return number
     own_device = torch.device(entry.device) if entry.device else device
-    return torch.full(entry.shape, number, dtype=dtype_named(entry.dtype), device=own_device)
+    # First the number, then its shape, which may be wrong in a file: there is never memory for more than one element.
+    return torch.full((), number, dtype=dtype_named(entry.dtype), device=own_device).reshape(entry.shape)
 
 
 # From the shards of all ranks to whole parameters #

@@ -16,15 +16,14 @@ from megabucket.config.resolve import fp32_local_params
 from megabucket.layout import BufferLayout, ModelLayout, ParamSpec, build_layout
 from megabucket.layout.segments import Segment, plan_segments
 from megabucket.planning.run_config import shard_counts
-from megabucket.units import dtype_bytes
+from megabucket.units import FENCE_BYTES, dtype_bytes
 
 _MAIN_BYTES: Final = 4  # float32
 _STEP_COUNT_BYTES: Final = 4  # Adam keeps one float32 per tensor
-_FENCE_BYTES: Final = 48  # six integers of 8 bytes, as in comm.exchange
 _NORM_BYTES: Final = 8  # float64
-_MOST_EXCHANGING_RANKS: Final = 8  # as in comm.gloo_paths
-_LEAST_READ_BYTES: Final = 1 << 20  # as in comm.reading_paths
-_BLOCK_BYTES: Final = 1 << 19  # as in comm.peer_memory
+_MOST_EXCHANGING_RANKS: Final = 8  # as in comm.gloo
+_LEAST_READ_BYTES: Final = 1 << 20  # as in comm.samehost
+_BLOCK_BYTES: Final = 1 << 19  # as in comm.samehost
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,7 @@ def rank_memory(
                moment_bytes=576, optimizer_padding_bytes=0, scratch_bytes=62, activation_bytes=0)
     """
     norm_bytes = _NORM_BYTES if has_main_params else 0
-    total = RankMemory(scratch_bytes=norm_bytes + (_FENCE_BYTES if has_fence else 0))
+    total = RankMemory(scratch_bytes=norm_bytes + (FENCE_BYTES if has_fence else 0))
     for buffer in layout.buffers:
         total += _buffers_memory(buffer, fp32_local)
         if has_main_params:

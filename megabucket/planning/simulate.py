@@ -33,12 +33,13 @@ from megabucket.planning.cuts import BucketPlan
 from megabucket.planning.links import Link, ReplicatedLink
 from megabucket.planning.workload import Workload
 from megabucket.trace import CollectiveKind, CollectiveRecord, Interval, Lane, StepTrace
+from megabucket.units import FENCE_BYTES
 
 StepCollective: TypeAlias = tuple[CollectiveKind, int]
 """Operation and bytes of one small collective after the buckets."""
 
-FENCE: Final[StepCollective] = (CollectiveKind.ALL_REDUCE, 48)
-"""The collective of the wrapper's step protocol: six integers of 8 bytes, as in ``comm.exchange``."""
+FENCE: Final[StepCollective] = (CollectiveKind.ALL_REDUCE, FENCE_BYTES)
+"""The collective of the wrapper's step protocol."""
 
 GRAD_NORM: Final[StepCollective] = (CollectiveKind.ALL_REDUCE, 8)
 """What ``DistributedOptimizer`` adds in reduce-scatter mode: one float64."""

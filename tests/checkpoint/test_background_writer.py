@@ -144,6 +144,24 @@ def test_a_failure_in_the_background_is_raised_by_the_next_call_on_all_ranks(tmp
     assert sample.loaded_step(tmp_path) == 3
 
 
+def test_whatever_ends_the_thread_in_the_background_is_an_error_of_all_ranks(tmp_path):
+    def act(ranks):
+        def end_thread(_index, _name):
+            if ranks.rank == 1:
+                raise SystemExit("of an extension")
+
+        writer = BackgroundWriter(tmp_path, ranks, SaveSettings(file_system=FaultyFileSystem(end_thread)))
+        writer.save(1, lambda: sample.snapshot(1, rank=ranks.rank, size=2))
+        with pytest.raises(CheckpointNotSavedError) as caught:
+            writer.close()
+        return str(caught.value)
+
+    first, second = in_threads(2, act)
+
+    assert first == second
+    assert "SystemExit: of an extension" in first
+
+
 class GatedRename(FaultyFileSystem):
     """Nothing is renamed before the gate is open, or renaming fails with an error number."""
 

@@ -238,6 +238,19 @@ def test_a_rank_that_never_wraps_is_named_when_the_time_of_the_group_is_over():
     assert "while waiting for wrap" in caught.value.during
 
 
+@pytest.mark.parametrize(("phase", "text"), [("fence", "fence of step 3:"), ("update", "fence of step 3 (update):")])
+def test_a_phase_that_is_named_like_what_it_waits_for_is_said_once(phase, text):
+    progress = Progress(step=3, phase=phase)
+    heartbeat = Heartbeat(dist.HashStore(), rank=0, members=(0, 1), progress=progress, every_s=0.2, is_wanted=lambda: True)
+    watch = PeerWatch(heartbeat, PATIENT, group_timeout_s=0.1, on_loss=lambda: None)
+
+    with pytest.raises(PeerLostError) as caught:
+        watch.wait_for_all_ranks("fence")
+    heartbeat.stop()
+
+    assert caught.value.during.startswith(f"noticed while waiting for {text}")
+
+
 class BrokenWork(Work):
     """A work of gloo whose connection breaks."""
 

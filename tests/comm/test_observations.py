@@ -15,6 +15,7 @@ class Scene:
         self.now_s = 0.0
         self.dead = set()
         self.beats = {rank: BEAT._replace(process=BEAT.process._replace(pid=rank)) for rank in (1, 2)}
+        self.asked_at_s = None  # the store answers at once
         self.seen = Observations("fence", number=41, rank=0, size=3, is_gone=lambda who: who.pid in self.dead)
 
     def beat(self, rank, **changes):
@@ -23,7 +24,8 @@ class Scene:
     def look(self, times=1, after_s=0.1):
         for _ in range(times):
             self.now_s += after_s
-            self.seen.note(View(self.now_s, self.beats), self.now_s)
+            asked_at_s = self.now_s if self.asked_at_s is None else self.asked_at_s
+            self.seen.note(View(asked_at_s, self.beats), self.now_s)
         return self.seen
 
 
@@ -66,6 +68,12 @@ class TestSilence:
 
 
 class TestGone:
+    def test_of_a_rank_that_writes_a_single_beat_nobody_knows_where_it_was(self, scene):
+        scene.beats = {rank: beat._replace(every_s=None) for rank, beat in scene.beats.items()}
+        scene.dead = {2}
+
+        assert scene.look(times=2).gone() == {2: "died: process 2 on node (1) is gone"}
+
     def test_nobody_is_gone_at_first(self, scene):
         assert scene.look().gone() == {}
 
@@ -73,7 +81,18 @@ class TestGone:
         scene.dead = {2}
 
         assert scene.look().gone() == {}
-        assert scene.look().gone() == {2: "died: process 2 on node (1) is gone; last seen in backward, step 12, bucket 2"}
+        assert scene.look().gone() == {
+            2: "died: process 2 on node (1) is gone; last seen in backward, step 12, bucket 2, up to 0.5 s before"
+        }
+
+    def test_the_last_beat_is_as_old_as_the_last_answer_of_the_store(self, scene):
+        """Its host may be what died."""
+        scene.look()
+        scene.asked_at_s, scene.dead = scene.now_s, {2}
+
+        (text,) = scene.look(times=600).gone().values()
+
+        assert text.endswith("; last seen in backward, step 12, bucket 2, up to 60.5 s before")
 
     def test_who_died_without_a_word_is_named_before_those_who_ended_in_good_order(self, scene):
         scene.dead = {1, 2}
@@ -116,7 +135,9 @@ class TestFrozen:
 
         assert list(scene.seen.silent(1.3)) == [2]  # seen first at 0.1 s, and now it is 1.5 s
         assert scene.seen.silent(1.5) == {}
-        assert scene.seen.silent(1.3) == {2: "froze: no sign of life for 1.3 s; last seen in backward, step 12, bucket 2"}
+        assert scene.seen.silent(1.3) == {
+            2: "froze: no sign of life for 1.3 s; last seen in backward, step 12, bucket 2, up to 0.5 s before"
+        }
 
     def test_a_rank_that_left_owes_no_beats(self, scene):
         scene.beat(1, has_left=True)
@@ -137,6 +158,15 @@ class TestLate:
         scene.beats[1] = scene.beats[1]._replace(num_launched=41)
 
         assert scene.look().late() == {2: "is alive but has not launched its part; it is in backward, step 12, bucket 2"}
+
+    def test_a_rank_that_has_missed_two_beats_does_not_count_as_alive(self, scene):
+        scene.look(times=10)  # seen first at 0.1 s; its beats come every 0.5 s
+        assert scene.seen.late()[2].startswith("is alive")
+
+        assert scene.look(times=2).late()[2] == (
+            "has given no sign of life for 1.1 s and has not launched its part; last seen in backward, step 12, bucket 2, up "
+            "to 0.5 s before"
+        )
 
     def test_a_rank_that_never_wrote_has_not_come(self, scene):
         del scene.beats[1]

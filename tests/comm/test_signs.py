@@ -39,8 +39,3 @@ def test_a_finding_survives_the_store(finding):
 def test_a_place_names_phase_step_and_bucket():
     assert BEAT.place == "backward, step 12, bucket 2"
     assert BEAT._replace(bucket=-1).place == "backward, step 12"
-
-
-def test_where_a_rank_was_last_seen_is_not_told_after_its_only_beat():
-    assert BEAT.last_seen == "; last seen in backward, step 12, bucket 2"
-    assert BEAT._replace(every_s=None).last_seen == ""

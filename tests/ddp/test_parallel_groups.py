@@ -288,12 +288,6 @@ def test_a_replica_of_an_expert_that_differs_is_named_by_its_rank_among_all():
     ],
 )
 def test_groups_by_names(group_of):
-    class Unmarked(Moe):
-        def __init__(self, expert):
-            super().__init__(expert)
-            for param in self.parameters():
-                param.allreduce = True
-
     world = MoeWorld(model=Unmarked, group_of=group_of)
 
     assert {name for name, one in world.ddps[0].identities.items() if one.group == "expert"} == {
@@ -548,15 +542,62 @@ def test_a_broadcast_makes_values_equal_inside_each_group_alone():
         assert values == {name: [float(rank % 2 if "expert" in name else 0)] for name in values}
 
 
-@pytest.mark.parametrize(("pattern", "num_warnings"), [("expert.*", 0), ("experts.*", 1)])
-def test_a_pattern_that_fits_no_parameter_is_told(pattern, num_warnings, caplog):
+class Unmarked(Moe):
+    """Its experts have no mark of Megatron's."""
+
+    def __init__(self, expert):
+        super().__init__(expert)
+        for param in self.parameters():
+            param.allreduce = True
+
+
+@pytest.mark.parametrize(
+    ("group_of", "said"),
+    [
+        pytest.param({"experts.*": "expert", "head.*": "dense"}, " ('experts.*' matches no name)", id="patterns"),
+        pytest.param(lambda name, _: "expert" if name.startswith("experts.") else None, "", id="function"),
+    ],
+)
+def test_a_group_that_no_parameter_of_any_rank_is_put_into_is_refused_on_all_ranks(group_of, said):
+    world = LoopbackWorld(4, timeout_s=20)
+    experts = {number: world.subgroup(ranks) for number, ranks in EXPERT_RANKS.items()}
+
+    def wrap(rank):
+        reduction = {"dense": world.communicator(rank), "expert": experts[rank % 2][rank]}
+        groups = ParallelGroups(reduction, group_of=group_of if rank != 3 else None)
+        DistributedDataParallel(Unmarked(rank % 2), groups=groups)
+
+    errors = wrap_error(world, wrap)
+    assert [type(error) for error in errors] == [ConfigError] * 4
+    (text,) = {str(error) for error in errors}
+    assert text == (
+        f"group_of= gives the group 'expert' no parameter on any rank{said}, so what belongs there would be reduced over the "
+        "ranks of 'dense'. Correct group_of=, or leave 'expert' out of the groups."
+    )
+
+
+def test_a_group_may_have_its_parameters_on_some_ranks_only(caplog):
+    world = LoopbackWorld(2, timeout_s=20)
+    stages = [world.subgroup([rank])[rank] for rank in range(2)]
+
+    def wrap(rank):
+        layer = torch.nn.ModuleDict({("mixer", "expert")[rank]: torch.nn.Linear(2, 2)})
+        groups = ParallelGroups(
+            {"dense": stages[rank], "expert": stages[rank]},
+            group_of={"expert.*": "expert", "experts.*": "expert"},
+            step_group=world.communicator(rank),
+        )
+        return DistributedDataParallel(layer, groups=groups).layout.buffers[0].key.group
+
+    assert world.run(wrap) == ["dense", "expert"]
+    told = {record.getMessage() for record in caplog.records if "group_of=" in record.getMessage()}
+    assert told == {"megabucket: group_of= has 'experts.*', which is no name of a parameter on any rank"}
+
+
+def test_a_program_may_name_a_group_for_marked_parameters_of_other_models():
     world = LoopbackWorld(1)
-    groups = ParallelGroups({"dense": world.communicator(0), "expert": world.communicator(0)}, group_of={pattern: "expert"})
 
-    DistributedDataParallel(torch.nn.ModuleDict({"expert": torch.nn.Linear(2, 2)}), groups=groups)
-
-    told = [record.getMessage() for record in caplog.records if "group_of=" in record.getMessage()]
-    assert told == [f"megabucket: group_of= has {pattern!r}, which is no name of a parameter on this rank"] * num_warnings
+    DistributedDataParallel(Unmarked(0), groups={"dense": world.communicator(0), "expert": world.communicator(0)})
 
 
 @pytest.mark.parametrize("is_sharded", MODES)

@@ -264,11 +264,15 @@ class FabricWork(dist.Work):
         """Do nothing: there are no streams."""
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future that the thread of the process completes."""
+        """Return a future that the thread of the process completes.
+
+        Raises:
+            RuntimeError: the thread has ended.
+        """
         with self._lock:
             if self._future is None:
-                self._future = torch.futures.Future()
                 self._endpoint.nic.promise(self)
+                self._future = torch.futures.Future()  # the thread takes it after the lock
             return self._future
 
     # Completion #
@@ -360,20 +364,28 @@ class Nic:
         self._promised: queue.SimpleQueue[FabricWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_stopped = False
+        # Nothing may be promised after the last word to the thread. Re-entrant, because the garbage collector may call stop().
+        self._promising = threading.RLock()
 
     def promise(self, work: FabricWork) -> None:
-        """Complete the future of ``work`` when it is done."""
-        if self._is_stopped:
-            raise RuntimeError(_DESTROYED)
-        self._promised.put(work)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+        """Complete the future of ``work`` when it is done.
+
+        Raises:
+            RuntimeError: the thread was stopped.
+        """
+        with self._promising:
+            if self._is_stopped:
+                raise RuntimeError(_DESTROYED)
+            self._promised.put(work)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
 
     def stop(self) -> None:
         """End the thread; futures that are not complete fail. Idempotent."""
-        self._is_stopped = True
-        self._promised.put(None)
+        with self._promising:
+            self._is_stopped = True
+            self._promised.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_S)
 
