@@ -21,7 +21,6 @@ _NAMES = {
     "fabric": ("EmulatedFabric", "Lateness", "fabric_lateness"),
     "invariants": (
         "BUFFER_INVARIANTS",
-        "assert_json_round_trip",
         "assert_layouts_equal",
         "assert_places",
         "assert_shards_partition",
