@@ -14,7 +14,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megabucket.comm.torch import FABRIC
-from megabucket.testing.fabric.work import Endpoint, FabricWork, Lateness, Ledger, Machine, share_memory
+from megabucket.testing.fabric.work import FabricWork, Lateness, Ledger, Machine, share_memory
 
 if TYPE_CHECKING:
     from megabucket.testing.fabric.settings import EmulatedFabric
@@ -56,7 +56,7 @@ class FabricGroup(_ProcessGroup):  # type: ignore[misc]
         self.machine = machine
         slots = share_memory(c10d.PrefixStore("ledger", store), rank=rank, size=size, num_bytes=Ledger.NUM_BYTES)
         self._ledger = Ledger(slots, machine, members or range(size))
-        self._endpoint = Endpoint(options.timeout.total_seconds(), machine.nic, Lateness())
+        self.timeout_s, self.lateness = options.timeout.total_seconds(), Lateness()
         self._gloo = _ProcessGroupGloo(c10d.PrefixStore("gloo", store), rank, size, timeout=options.timeout)
         # In the group that torch sees behind the methods here: its flight recorder asks there, from 2.15 on.
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -94,11 +94,6 @@ class FabricGroup(_ProcessGroup):  # type: ignore[misc]
         """End the thread; called by ``destroy_process_group``."""
         if self._owns_machine:
             self.machine.nic.stop()
-
-    def take_lateness(self) -> Lateness:
-        """Return the counts since the last call, and reset them."""
-        taken, self._endpoint.lateness = self._endpoint.lateness, Lateness()
-        return taken
 
     # Collectives #
 
@@ -214,12 +209,12 @@ class FabricGroup(_ProcessGroup):  # type: ignore[misc]
         result: Sequence[Any],
         finish: Callable[[], None] | None = None,
     ) -> dist.Work:
-        launch_s = time.monotonic()
+        launch_s, num_bytes = time.monotonic(), sum(tensor.nbytes for tensor in tensors)
         with self._launching:  # data and times of two threads must not be launched in two orders
             works = start()
-            duration_s = self.fabric.collective_s(ring_passes=ring_passes, payload_bytes=_bytes(tensors), num_ranks=self._size)
+            duration_s = self.fabric.collective_s(ring_passes=ring_passes, payload_bytes=num_bytes, num_ranks=self._size)
             slot = self._ledger.launch(launch_s, duration_s)
-        return FabricWork(self._endpoint, slot, duration_s=duration_s, works=works, result=result, finish=finish)
+        return FabricWork(self, slot, duration_s=duration_s, works=works, result=result, finish=finish)
 
     def _gather(self, outputs: Tensors, inputs: Tensors) -> list[dist.Work]:
         """Broadcast each rank's shard, unless only time passes and the memory holds other ranks' shards already."""
@@ -273,7 +268,3 @@ def _root(rank: int) -> Any:
 
 def _flat(rows: Sequence[Tensors]) -> Tensors:
     return [tensor for row in rows for tensor in row]
-
-
-def _bytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)

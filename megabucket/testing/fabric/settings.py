@@ -108,7 +108,8 @@ def fabric_lateness(group: dist.ProcessGroup | None = None) -> Lateness:
     real = group if group is not None else dist.group.WORLD
     if not isinstance(real, FabricGroup):
         raise ConfigError(f"the group is no emulated fabric, so it has no lateness: {real!r}")
-    return real.take_lateness()
+    taken, real.lateness = real.lateness, Lateness()
+    return taken
 
 
 def _is_number(value: object) -> bool:
