@@ -1,4 +1,4 @@
-"""Named invariants of a layout, and assertions for tests. Public API; needs numpy, not hypothesis.
+"""Named invariants of a layout, and assertions for tests. Public API; needs neither torch nor hypothesis.
 
 Each function takes a finished layout, made by this library or by other code in this library's types. ``check_layout`` returns
 the violations; the assertions raise ``AssertionError``. None of them builds a layout, so none repeats the algorithm that it
@@ -14,27 +14,15 @@ from functools import partial
 from itertools import pairwise, zip_longest
 from typing import Final, NoReturn
 
-import numpy as np
-
 from megabucket.errors import printable
-from megabucket.layout import (
-    BucketLayout,
-    BufferLayout,
-    ModelLayout,
-    ParamSpec,
-    ShardSlice,
-    Span,
-    shard_slices,
-)
+from megabucket.layout import BucketLayout, BufferLayout, ModelLayout, ParamSpec
 from megabucket.units import DTYPE_BYTES
 
 __all__ = [
     "BUFFER_INVARIANTS",
     "assert_layouts_equal",
     "assert_places",
-    "assert_shards_partition",
     "assert_sound",
-    "assert_views_are_a_bijection",
     "check_layout",
     "layout_diff",
 ]
@@ -43,7 +31,6 @@ _Check = Callable[[BufferLayout], Iterator[str]]
 
 _MAX_LINES: Final = 10
 _MAX_DIFFERENCES: Final = 20
-_MAX_ALLOCATED_NUMEL: Final = 50_000_000
 
 
 def check_layout(layout: ModelLayout) -> list[str]:
@@ -101,57 +88,6 @@ def assert_places(layout: ModelLayout, specs: Sequence[ParamSpec]) -> None:
         _fail("the layout does not hold the given parameters", problems)
 
 
-def assert_shards_partition(layout: ModelLayout) -> None:
-    """The ranks' shards cut every parameter into consecutive pieces that cover it once, in all four coordinates.
-
-    Raises:
-        AssertionError: an element has no owner or two, or the coordinates of a piece disagree.
-    """
-    for buffer in layout.buffers:
-        pieces: dict[str, list[Span]] = {name: [] for name in buffer.params}
-        for bucket in buffer.buckets:
-            owned_up_to = bucket.start
-            for rank in range(buffer.num_shards):
-                shard = buffer.shard_span(bucket=bucket.index, rank=rank)
-                if shard.start != owned_up_to:
-                    _fail(f"shard {rank} of bucket {bucket.index} starts at {shard.start}, expected {owned_up_to}")
-                owned_up_to = shard.stop
-                for piece in shard_slices(buffer, bucket=bucket.index, rank=rank):
-                    _check_coordinates(buffer, piece, bucket_start=bucket.start, shard=shard)
-                    pieces[piece.param].append(piece.in_param)
-            if owned_up_to != bucket.stop:
-                _fail(f"the shards of bucket {bucket.index} end at {owned_up_to}, the bucket at {bucket.stop}")
-        for name, slot in buffer.params.items():
-            _check_cover(name, pieces[name], numel=slot.numel, num_shards=buffer.num_shards)
-
-
-def assert_views_are_a_bijection(layout: ModelLayout) -> None:
-    """Each element of a parameter has a place of its own in the flat buffers: writing through all views writes none twice.
-
-    Allocates an array per buffer, one after the other.
-
-    Raises:
-        AssertionError: views overlap, or a view does not fit into its buffer.
-        ValueError: a buffer is too large to allocate (50,000,000 elements).
-    """
-    for buffer in layout.buffers:
-        if buffer.numel > _MAX_ALLOCATED_NUMEL:
-            raise ValueError(
-                f"buffer {buffer.key} has {buffer.numel} elements; this check allocates at most {_MAX_ALLOCATED_NUMEL}"
-            )
-        is_written = np.zeros(buffer.numel, dtype=bool)  # 1D
-        written = 0
-        for name, slot in buffer.params.items():
-            view = is_written[slot.start : slot.stop]
-            if slot.start < 0 or view.size != slot.numel or math.prod(slot.shape) != slot.numel:
-                _fail(f"{name!r} of shape {slot.shape} at [{slot.start}, {slot.stop}) is no view of {buffer.numel} elements")
-            view[:] = True
-            written += slot.numel
-        places = np.count_nonzero(is_written)
-        if places != written:
-            _fail(f"{written} elements of buffer {buffer.key} were written at {places} places: views overlap")
-
-
 def assert_layouts_equal(ours: ModelLayout, theirs: ModelLayout) -> None:
     """Two layouts are the same; the error says where they are not.
 
@@ -160,32 +96,6 @@ def assert_layouts_equal(ours: ModelLayout, theirs: ModelLayout) -> None:
     """
     if ours != theirs:
         _fail("the layouts differ", layout_diff(ours, theirs))
-
-
-def _check_coordinates(buffer: BufferLayout, piece: ShardSlice, *, bucket_start: int, shard: Span) -> None:
-    slot = buffer.params[piece.param]
-    origins = (0, bucket_start, shard.start, slot.start)
-    positions = {
-        (span.start + origin, span.stop + origin)
-        for span, origin in zip((piece.in_buffer, piece.in_bucket, piece.in_shard, piece.in_param), origins, strict=True)
-    }
-    if len(positions) != 1:
-        _fail(f"the four ranges of a piece of {piece.param!r} name different elements: {piece}")
-    if not (0 <= piece.in_shard.start < piece.in_shard.stop <= shard.numel):
-        _fail(f"a piece of {piece.param!r} is empty or leaves its shard of {shard.numel} elements: {piece}")
-
-
-def _check_cover(name: str, pieces: Sequence[Span], *, numel: int, num_shards: int) -> None:
-    if numel == 0:
-        if pieces:
-            _fail(f"{name!r} is empty but has owners: {pieces}")
-        return
-    ends = [0, *(end for piece in pieces for end in piece), numel]
-    holes = [(stop, start) for stop, start in list(pairwise(ends))[::2] if stop != start]
-    if holes:
-        _fail(f"the pieces of {name!r} do not continue one another at (stop, next start) {holes}")
-    if len(pieces) > num_shards:
-        _fail(f"{name!r} is cut into {len(pieces)} pieces for {num_shards} ranks")
 
 
 def _fail(what: str, details: Sequence[str] = ()) -> NoReturn:

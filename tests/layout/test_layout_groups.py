@@ -4,12 +4,12 @@ from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
+from layout_oracles import assert_shards_partition
 
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.layout import BufferLayout, ModelLayout, ParamSpec, build_layout, launch_order
 from megabucket.testing import (
     assert_places,
-    assert_shards_partition,
     assert_sound,
     dp_sizes,
     layout_inputs,

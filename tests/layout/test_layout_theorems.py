@@ -12,6 +12,7 @@ from math import lcm
 import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
+from layout_oracles import assert_shards_partition, assert_views_are_a_bijection
 
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.errors import LayoutError
@@ -19,9 +20,7 @@ from megabucket.layout import ModelLayout, ParamSpec, build_layout, launch_order
 from megabucket.testing import (
     LayoutInput,
     assert_places,
-    assert_shards_partition,
     assert_sound,
-    assert_views_are_a_bijection,
     ddp_configs,
     dp_sizes,
     layout_inputs,
