@@ -18,15 +18,6 @@ from megabucket.errors import printable
 from megabucket.layout import BucketLayout, BufferLayout, ModelLayout, ParamSpec
 from megabucket.units import DTYPE_BYTES
 
-__all__ = [
-    "BUFFER_INVARIANTS",
-    "assert_layouts_equal",
-    "assert_places",
-    "assert_sound",
-    "check_layout",
-    "layout_diff",
-]
-
 _Check = Callable[[BufferLayout], Iterator[str]]
 
 _MAX_LINES: Final = 10

@@ -21,8 +21,6 @@ from megabucket.config import DistributedDataParallelConfig
 from megabucket.layout import ModelLayout, ParamSpec, build_layout
 from megabucket.units import MIB
 
-__all__ = ["LayoutInput", "ddp_configs", "dp_sizes", "layout_inputs", "model_layouts", "param_shapes", "param_specs"]
-
 DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
 GROUPS: Final = ("dense", "expert", "vision")
 LAYOUTS: Final = ("stable", "megatron")
