@@ -93,7 +93,7 @@ def read_torch_ddp_layout(wrapped: torch.nn.parallel.DistributedDataParallel) ->
 
 def _buffer(module: torch.nn.Module, key: BufferKey, given: Iterable[_Bucket], **rules: Any) -> BufferLayout:
     trainable = ((name, param) for name, param in module.named_parameters() if param.requires_grad)
-    numbers = {param: (number, name) for number, (name, param) in enumerate(trainable)}
+    numbers: dict[torch.Tensor, tuple[int, str]] = {param: (number, name) for number, (name, param) in enumerate(trainable)}
     slots: dict[str, ParamSlot] = {}
     buckets = []
     for index, bucket in enumerate(given):
