@@ -32,13 +32,13 @@ from megabucket.checkpoint.capture import (
 )
 from megabucket.checkpoint.file_system import check_regular
 from megabucket.checkpoint.format import Dims, Json, Piece, Snapshot, TensorInfo
-from megabucket.checkpoint.ranks import GroupRanks, check_one_group, together
+from megabucket.checkpoint.ranks import GroupRanks, together
 from megabucket.checkpoint.restore import LoadedCheckpoint, restore
 from megabucket.checkpoint.stored import Stored
 from megabucket.checkpoint.values import decode
 from megabucket.comm import ProcessGroupCommunicator, SameHostCommunicator
 from megabucket.ddp import DistributedDataParallel
-from megabucket.errors import CheckpointError, ConfigError
+from megabucket.errors import CheckpointError, ConfigError, name_list
 from megabucket.optim.state_dict import KNOWN_NUMBERS, NUMBER_TYPES, StateEntry, describe_number, entry_from_json, number_in
 
 _VALUES_KEY: Final = "megabucket.values"
@@ -76,7 +76,7 @@ def save_dcp(
 
 
 def _check_target(path: Path, ddp: DistributedDataParallel) -> Any:
-    check_one_group(ddp, "torch.distributed.checkpoint")
+    _check_one_group(ddp)
     if path.exists() and any(path.iterdir()):
         raise CheckpointError(
             f"{path} is not empty. torch.distributed.checkpoint overwrites in place, and a crash would leave neither the old "
@@ -88,6 +88,22 @@ def _check_target(path: Path, ddp: DistributedDataParallel) -> Any:
     if communicator.size > 1:
         raise ConfigError(f"torch.distributed.checkpoint needs a process group, and this wrapper has {communicator!r}")
     return None
+
+
+def _check_one_group(ddp: DistributedDataParallel) -> None:
+    """Refuse a wrapper whose ranks hold different parameters, or parts of larger ones.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    shapes = {name: tuple(param.shape) for name, param in ddp.module.named_parameters()}
+    others = [name for name, own in ddp.identities.items() if (own.global_name, own.global_shape) != (name, shapes.get(name))]
+    if others or not ddp.ranks.has_same_params:
+        raise ConfigError(
+            "torch.distributed.checkpoint is for wrappers whose ranks all hold the same whole parameters under their local "
+            f"names. This one has the groups {name_list(list(ddp.ranks.by_name))}, and {len(others)} parameters of other names "
+            "or shapes in the whole model. save_checkpoint and load_checkpoint take such wrappers."
+        )
 
 
 def _nested(snapshot: Snapshot, module: torch.nn.Module) -> dict[str, Any]:
@@ -191,7 +207,7 @@ class _StoredDcp(Stored):
 
 
 def _open(path: Path, parts: TrainingParts) -> _StoredDcp:
-    check_one_group(parts.ddp, "torch.distributed.checkpoint")
+    _check_one_group(parts.ddp)
     if not (path / ".metadata").exists():
         raise CheckpointError(f"{path}: it is no checkpoint of torch.distributed.checkpoint: .metadata is missing")
     try:
