@@ -288,7 +288,7 @@ def test_weights_that_are_what_main_parameters_round_to_are_taken(tmp_path):
     check_tensors(KeptInMemory([to_host(capture(parts))]), torch.bfloat16)
 
 
-def test_a_run_without_the_third_moment_is_what_an_amsgrad_becomes(tmp_path):
+def test_a_run_with_amsgrad_continues_without_it(tmp_path):
     parts = run_of(build=lambda groups, lr: torch.optim.AdamW(groups, lr, amsgrad=True))
     import_dp_zero(state_of(), tmp_path, groups=GROUPS)
 

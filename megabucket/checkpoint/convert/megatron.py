@@ -133,7 +133,7 @@ def import_dp_zero(
 
     Args:
         groups: as a torch optimizer takes them, with names under ``"params"``; the run that loads the checkpoint keeps its
-            hyperparameters that they do not give. Left out: one group of all parameters.
+            hyperparameters that they do not give, except that ``amsgrad`` is off. Left out: one group of all parameters.
         optimizer_class: that of the run: ``AdamW`` or ``Adam``, as Megatron's ``decoupled_weight_decay`` was set or not.
 
     Raises:
@@ -148,7 +148,7 @@ def import_dp_zero(
         _refuse(f"of the weights, {name_list(no_tensors)} are no tensors; leave them out")
     weights = {canonical_name(name): weight for name, weight in found.weights.items()}
     given = [{"params": found.params}] if groups is None else groups
-    # The state has no third moment, so a run with amsgrad could not step on it.
+    # Without a third moment in its state, an optimizer with amsgrad could not step.
     named = [([canonical_name(name) for name in group["params"]], {"amsgrad": False, **group}) for group in given]
     _check_groups([name for names, _ in named for name in names], found.params, weights)
     tensors = {f"{Prefix.MODEL}{name}": weight for name, weight in weights.items()}
