@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from megabucket.checkpoint.file_system import FileSystem, read_file, reason_of
-from megabucket.checkpoint.format import MANIFEST_NAME, Manifest, decode_manifest, seal_of
+from megabucket.checkpoint.format import MANIFEST_NAME, seal_of
 from megabucket.errors import log_once
 
 LATEST: Final = "latest"
@@ -34,7 +34,6 @@ MAX_STEP: Final = 10**15 - 1
 _STEP: Final = re.compile(r"step-([0-9]{8,15})(?:\.([1-9][0-9]{0,8}))?")
 _LATEST: Final = re.compile(r"(step-[0-9.]{8,40}) ([0-9a-f]{64})\n")
 _MAX_LATEST_BYTES: Final = 1024
-_MAX_MANIFEST_BYTES: Final = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -107,19 +106,6 @@ def saved_steps(root: Path, *, but: StepDirectory | None = None) -> tuple[int, .
         return tuple(sorted({directory.step for directory in step_directories(root) if directory != but}))
     except OSError:
         return ()  # this is for texts of errors, which must not fail
-
-
-def read_manifest(path: Path, directory: StepDirectory) -> Manifest:
-    """Return the manifest in ``path``.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: its seal or a field is wrong, or it is of another step than the directory.
-    """
-    manifest = decode_manifest(bytes(read_file(path / MANIFEST_NAME, _MAX_MANIFEST_BYTES)))
-    if manifest.step != directory.step:
-        raise ValueError(f"it is of step {manifest.step}, in the directory of step {directory.step}")
-    return manifest
 
 
 class RootDirectory:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 import megabucket.errors
 from megabucket.comm import exchange
 from megabucket.ddp import DistributedDataParallel
-from megabucket.errors import CheckpointError, ConfigError, MegabucketError, name_list
+from megabucket.errors import CheckpointError, MegabucketError
 
 _Result = TypeVar("_Result")
 
@@ -58,22 +58,6 @@ class GroupRanks:
         with self._sync.call(self._call) as call:
             call.open()
             return exchange(self._communicator, payload, device=self._device, label=self._call)
-
-
-def check_one_group(ddp: DistributedDataParallel, user: str) -> None:
-    """Refuse a wrapper whose ranks hold different parameters, or parts of larger ones.
-
-    Raises:
-        ConfigError: it is one.
-    """
-    shapes = {name: tuple(param.shape) for name, param in ddp.module.named_parameters()}
-    others = [name for name, own in ddp.identities.items() if (own.global_name, own.global_shape) != (name, shapes.get(name))]
-    if others or not ddp.ranks.has_same_params:
-        raise ConfigError(
-            f"{user} is for wrappers whose ranks all hold the same whole parameters under their local names. This one has "
-            f"the groups {name_list(list(ddp.ranks.by_name))}, and {len(others)} parameters with other names or shapes in the "
-            "whole model. save_checkpoint and load_checkpoint take such wrappers."
-        )
 
 
 def gather_results(ranks: Ranks, act: Callable[[], Any]) -> list[Any]:

@@ -173,17 +173,17 @@ def _read(staging: Staging, parts: TrainingParts, names: GlobalNames, *, with_rn
     stored, ranks = staging.stored, names.ranks
     values: Any = stored.values
     _stage_model(staging, parts.ddp, names)
-    states: list[tuple[Restore, Any, Any]] = []
+    states: list[tuple[Restore, Any, Any]] = [
+        (module.set_extra_state, module.get_extra_state(), values["module_extra_state"][name])
+        for name, module in names.stateful.items()
+    ]
     if parts.optimizer is not None:
         optimizer_staging = _OptimizerStaging.of(staging, parts.optimizer, names)
         if isinstance(parts.optimizer, DistributedOptimizer):
             optimizer_staging.into_shards(parts.optimizer)
         else:
             optimizer_staging.into_plain(parts.optimizer)
-        for name, item in parts.stateful.items():
-            states.append((item.load_state_dict, item.state_dict(), values["stateful"][name]))
-    for name, module in names.stateful.items():
-        states.append((module.set_extra_state, module.get_extra_state(), values["module_extra_state"][name]))
+        states += [(of.load_state_dict, of.state_dict(), values["stateful"][name]) for name, of in parts.stateful.items()]
     for set_state, before, value in states:
         staging.states.append((set_state, copy.deepcopy(before), decode(value, staging.want_stored)))
     has_rng = with_rng and parts.optimizer is not None and values["rng_ranks"] == ranks.size

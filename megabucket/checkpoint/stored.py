@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -26,7 +26,6 @@ from megabucket.checkpoint.catalog import (
     Latest,
     StepDirectory,
     read_latest,
-    read_manifest,
     saved_steps,
     step_directories,
 )
@@ -40,10 +39,13 @@ from megabucket.checkpoint.format import (
     StoredFile,
     StoredRange,
     TensorInfo,
+    decode_manifest,
     first_bytes,
     overlap,
 )
 from megabucket.errors import CheckpointError, CheckpointInvalidError, CheckpointMismatchError, CheckpointMissingError, log_once
+
+_MAX_MANIFEST_BYTES: Final = 1 << 30
 
 
 class _Target(NamedTuple):
@@ -343,12 +345,14 @@ def _latest(root: Path) -> Latest:
 def _open(root: Path, directory: StepDirectory) -> StoredCheckpoint:
     path = root / directory.name
     try:
-        manifest = read_manifest(path, directory)
+        manifest = decode_manifest(bytes(read_file(path / MANIFEST_NAME, _MAX_MANIFEST_BYTES)))
         missing = [file.name for file in manifest.files if not os.path.lexists(path / file.name)]
     except (OSError, ValueError) as error:
         if not path.exists():
             raise CheckpointMissingError(root=str(root), wanted=f"step {directory.step}", steps=saved_steps(root)) from None
         raise invalid(path, MANIFEST_NAME, _read_problem(error)) from None
+    if manifest.step != directory.step:
+        raise invalid(path, MANIFEST_NAME, f"it is of step {manifest.step}, in the directory of step {directory.step}")
     if missing:
         problem = "it is missing" if len(missing) == 1 else f"it and {len(missing) - 1} other files are missing"
         raise invalid(path, missing[0], problem)

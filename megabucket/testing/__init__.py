@@ -21,12 +21,9 @@ _NAMES = {
     "fabric": ("EmulatedFabric", "Lateness", "fabric_lateness"),
     "invariants": (
         "BUFFER_INVARIANTS",
-        "assert_json_round_trip",
         "assert_layouts_equal",
         "assert_places",
-        "assert_shards_partition",
         "assert_sound",
-        "assert_views_are_a_bijection",
         "check_layout",
     ),
     "loopback": ("ListRecorder", "LoopbackWorld"),

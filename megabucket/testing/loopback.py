@@ -65,20 +65,12 @@ class InFlightWriteError(CollectiveError):
         )
 
 
-def describe_call(call: Call, members: Sequence[int] | None = None) -> str:
+def _describe(call: Call, members: Sequence[int]) -> str:
     """Return kind, reduce op or root, numel and dtype of a call, on which ranks must agree."""
     how = f" {call.op.value}" if isinstance(call, AllReduce | ReduceScatter) else ""
     if isinstance(call, Broadcast) and call.root:
-        how = f" from rank {call.root if members is None else members[call.root]}"
+        how = f" from rank {members[call.root]}"
     return f"{call.kind.value}{how} of {call.full.numel()} x {str(call.full.dtype).removeprefix('torch.')}"
-
-
-def _describe(calls: Sequence[Call], label: str, members: Sequence[int]) -> str:
-    return f"{label} [{', '.join(describe_call(call, members) for call in calls)}]"
-
-
-def _calls_in(text: str) -> str:
-    return text[text.rindex(" [") :]
 
 
 def _input(call: Call) -> torch.Tensor:
@@ -92,21 +84,21 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 class _Collective:
     """One position of the schedule of a group: the batches launched there so far, by rank of the world."""
 
-    def __init__(self, sequence: int, members: Sequence[int], *, compares_labels: bool) -> None:
-        self.sequence = sequence
-        self._members, self._compares_labels = members, compares_labels
-        self.missing = set(members)
+    def __init__(self, sequence: int, channel: _Channel) -> None:
+        self.sequence, self._channel = sequence, channel
+        self.missing = set(channel.members)
         self.batches: dict[int, Sequence[Call]] = {}
         self.texts: dict[int, str] = {}
         self.inputs_at_launch: dict[int, list[torch.Tensor]] = {}
         self.is_complete = False
         self.completed_s = 0.0
 
-    def add(self, rank: int, calls: Sequence[Call], text: str) -> None:
+    def add(self, rank: int, calls: Sequence[Call], label: str) -> None:
+        described = f" [{', '.join(_describe(call, self._channel.members) for call in calls)}]"
+        text = f"{label}{described}"
         # The ranks so far are alike, so comparing with one of them is enough.
         other_rank, other_text = next(iter(self.texts.items()), (rank, text))
-        is_alike = other_text == text if self._compares_labels else _calls_in(other_text) == _calls_in(text)
-        if not is_alike:
+        if other_text != text if self._channel.compares_labels else not other_text.endswith(described):
             raise MismatchedCollectiveError(
                 sequence=self.sequence, rank=rank, call=text, other_rank=other_rank, other_call=other_text
             )
@@ -116,7 +108,7 @@ class _Collective:
         self.inputs_at_launch[rank] = [_input(call).detach().clone() for call in calls]
 
     def complete(self) -> None:
-        ranks = self._members
+        ranks = self._channel.members
         for rank in ranks:
             for call, before in zip(self.batches[rank], self.inputs_at_launch[rank], strict=True):
                 self._check_untouched(rank, _input(call), before)
@@ -313,10 +305,10 @@ class LoopbackWorld:
                 raise self._broken.copy()
             position, known = channel.num_launched[rank], channel.collectives
             if position == len(known):
-                known.append(_Collective(len(self._collectives), channel.members, compares_labels=channel.compares_labels))
+                known.append(_Collective(len(self._collectives), channel))
                 self._collectives.append(known[-1])
             collective = known[position]
-            collective.add(rank, calls, _describe(calls, label, channel.members))
+            collective.add(rank, calls, label)
             self._schedules[rank].append(collective.texts[rank])
             channel.num_launched[rank] += 1
             if not collective.missing:
@@ -331,7 +323,10 @@ class LoopbackWorld:
                 waiting = self._waiting[collective]
                 try:
                     waiting.add(rank)
-                    self._changed.wait_for(lambda: self._has_news(collective), self._timeout_s)
+                    self._changed.wait_for(
+                        lambda: self._failure or self._broken or not collective.missing or self._is_dead(collective),
+                        self._timeout_s,
+                    )
                 finally:
                     waiting.discard(rank)
                     if not waiting:
@@ -359,12 +354,6 @@ class LoopbackWorld:
                 )
             collective.complete()
             self._changed.notify_all()
-
-    def _has_news(self, collective: _Collective) -> bool:
-        """Whether a wait for a collective is over: it can be completed, or never will be."""
-        if self._failure is not None or self._broken is not None:
-            return True
-        return not collective.missing or self._is_dead(collective)
 
     def _is_dead(self, collective: _Collective) -> bool:
         """Whether a rank that has not launched a collective never will: it has returned, or waits for a dead collective itself.

@@ -17,15 +17,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import cache
-from importlib import import_module
 
 import pytest
-import torch
 
 from megabucket.config import DistributedDataParallelConfig
-from megabucket.errors import ConfigError
 from megabucket.layout import ModelLayout, ParamSpec, build_layout
-from megabucket.testing.invariants import assert_places, assert_shards_partition, assert_sound
+from megabucket.planning import param_specs
+from megabucket.planning.model_config import FactoryConfig
+from megabucket.testing.invariants import assert_places, assert_sound
 
 _FIXTURE = "megabucket_layout"
 
@@ -65,26 +64,10 @@ def megabucket_layout(request: pytest.FixtureRequest) -> ModelLayout:
     layout = build_layout(specs, config, dp_size=int(dp_size), group_sizes=group_sizes)
     assert_sound(layout)
     assert_places(layout, specs)
-    assert_shards_partition(layout)
     return layout
 
 
 @cache
-def _specs_of(path: str) -> Sequence[ParamSpec]:
+def _specs_of(factory: str) -> Sequence[ParamSpec]:
     """Return the trainable parameters of a model. It is made on the device ``meta``, so it takes no memory."""
-    module_name, _, name = path.partition(":")
-    if not name:
-        raise ConfigError(f"megabucket_models needs package.module:function, got {path!r}")
-    with torch.device("meta"):
-        model = getattr(import_module(module_name), name)()
-    return tuple(
-        ParamSpec(
-            name,
-            tuple(param.shape),
-            dtype=str(param.dtype).removeprefix("torch."),
-            group="dense" if getattr(param, "allreduce", True) else "expert",
-            shared_embedding=bool(getattr(param, "shared_embedding", False)),
-        )
-        for name, param in model.named_parameters()
-        if param.requires_grad
-    )
+    return param_specs(FactoryConfig(kind="factory", factory=factory))

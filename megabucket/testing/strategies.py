@@ -21,8 +21,6 @@ from megabucket.config import DistributedDataParallelConfig
 from megabucket.layout import ModelLayout, ParamSpec, build_layout
 from megabucket.units import MIB
 
-__all__ = ["LayoutInput", "ddp_configs", "dp_sizes", "layout_inputs", "model_layouts", "param_shapes", "param_specs"]
-
 DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
 GROUPS: Final = ("dense", "expert", "vision")
 LAYOUTS: Final = ("stable", "megatron")
@@ -110,8 +108,6 @@ def param_specs(
 
 def ddp_configs(
     *,
-    max_bucket_size: int = 20_000,
-    max_num_buckets: int = 8,
     layouts: Sequence[str] = LAYOUTS,
     sizings: Sequence[str] = SIZINGS,
     param_names: Sequence[str] = (),
@@ -123,18 +119,13 @@ def ddp_configs(
     Shrinks towards the default config, as far as ``layouts`` and ``sizings`` allow: they are tried in the order given.
 
     Args:
-        max_bucket_size: most elements of ``bucket_size``; ``bucket_cap_mb`` is bounded by as many float64 elements.
-        max_num_buckets: largest ``num_buckets``; a layout needs at least as many elements.
         layouts: values of ``layout`` to draw from.
         sizings: the ways to size buckets to draw from; ``"default"`` gives none of the four fields.
         param_names: of the parameters of the model; distinct.
     """
-    _check_at_least(1, max_bucket_size=max_bucket_size, max_num_buckets=max_num_buckets)
     _check_members(known=LAYOUTS, layouts=layouts)
     _check_members(known=SIZINGS, sizings=sizings)
-    names = tuple(param_names)
-    bounds = _SizeBounds(max_bucket_size, max_num_buckets, names)
-    return _configs(st.sampled_from(sizings), _switches(layouts), bounds, _orders(names, _BOTH if names else (False,)))
+    return _configs(st.sampled_from(sizings), _switches(layouts), tuple(param_names))
 
 
 def dp_sizes(*, min_size: int = 1, max_size: int = 1_024) -> SearchStrategy[int]:
@@ -238,23 +229,13 @@ def _named_specs(
     )
 
 
-class _SizeBounds(NamedTuple):
-    """The bounds of bucket sizes."""
-
-    max_bucket_size: int
-    max_num_buckets: int
-    param_names: tuple[str, ...]
-
-
 @st.composite
 def _configs(
-    draw: st.DrawFn,
-    sizing: SearchStrategy[str],
-    switches: SearchStrategy[dict[str, Any]],
-    bounds: _SizeBounds,
-    orders: SearchStrategy[dict[str, Any]],
+    draw: st.DrawFn, sizing: SearchStrategy[str], switches: SearchStrategy[dict[str, Any]], names: tuple[str, ...]
 ) -> DistributedDataParallelConfig:
-    return DistributedDataParallelConfig(**_draw_sizing(draw, draw(sizing), bounds), **draw(orders), **draw(switches))
+    size = _draw_sizing(draw, draw(sizing), names, max_bucket_size=20_000, max_num_buckets=8)
+    order = draw(_orders(names, _BOTH if names else (False,)))
+    return DistributedDataParallelConfig(**size, **order, **draw(switches))
 
 
 def _orders(names: tuple[str, ...], has_order: Sequence[bool]) -> SearchStrategy[dict[str, Any]]:
@@ -278,17 +259,19 @@ def _switches(layouts: Sequence[str]) -> SearchStrategy[dict[str, Any]]:
     return st.tuples(*parts, st.fixed_dictionaries(_independent_switches())).map(_merge)
 
 
-def _draw_sizing(draw: st.DrawFn, way: str, bounds: _SizeBounds) -> dict[str, Any]:
+def _draw_sizing(
+    draw: st.DrawFn, way: str, names: Sequence[str], *, max_bucket_size: int, max_num_buckets: int
+) -> dict[str, Any]:
     """One way to size buckets, as a field and its value."""
     if way == "bucket_size":
-        return {way: draw(st.integers(1, bounds.max_bucket_size))}
+        return {way: draw(st.integers(1, max_bucket_size))}
     if way == "bucket_cap_mb":
-        return {way: draw(st.integers(1, bounds.max_bucket_size)) * 8 / MIB}
+        return {way: draw(st.integers(1, max_bucket_size)) * 8 / MIB}
     if way == "num_buckets":
-        return {way: draw(st.integers(1, bounds.max_num_buckets))}
+        return {way: draw(st.integers(1, max_num_buckets))}
     if way == "bucket_cuts":
-        flags = draw(st.tuples(*[st.booleans()] * len(bounds.param_names)))
-        return {way: tuple(name for name, is_cut in zip(bounds.param_names, flags, strict=True) if is_cut)}
+        flags = draw(st.tuples(*[st.booleans()] * len(names)))
+        return {way: tuple(name for name, is_cut in zip(names, flags, strict=True) if is_cut)}
     return {}
 
 
@@ -308,7 +291,7 @@ def _layout_inputs(
     max_bucket_size = min(total_numel + 1, _MAX_BUCKET_SIZE) if draw(st.booleans()) else min(total_numel, 2_000)
     max_num_buckets = max(1, min(total_numel, 2 * len(params)))
     names = tuple(spec.name for spec in params)
-    size = _draw_sizing(draw, draw(sizing), _SizeBounds(max_bucket_size, max_num_buckets, names))
+    size = _draw_sizing(draw, draw(sizing), names, max_bucket_size=max_bucket_size, max_num_buckets=max_num_buckets)
     config = DistributedDataParallelConfig(**size, **draw(_orders(names, has_order)), **draw(switches))
     others = sorted({*GROUPS, *(spec.group for spec in params)} - {"dense"})  # some sizes are of groups without a parameter
     return LayoutInput(params, config, draw(dp_size), draw(st.dictionaries(st.sampled_from(others), dp_size)))

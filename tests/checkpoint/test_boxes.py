@@ -18,7 +18,7 @@ def ranges(draw):
 def flat_positions(shape, box):
     """The flat positions of a box's elements, in the order of its own indices."""
     positions = [0]
-    for size, offset, length in zip(shape, box.offsets, box.sizes, strict=True):
+    for size, offset, length in zip(shape, *box, strict=True):
         positions = [position * size + offset + index for position in positions for index in range(length)]
     return positions
 

@@ -7,7 +7,7 @@ import pytest
 
 import megabucket.checkpoint.stored
 from faults.checkpoints import sample
-from megabucket.checkpoint.catalog import read_manifest
+from megabucket.checkpoint.file_system import read_file
 from megabucket.checkpoint.ranks import AloneRanks
 from megabucket.checkpoint.save import SaveSettings
 from megabucket.checkpoint.stored import open_checkpoint
@@ -246,12 +246,12 @@ def test_a_fallback_without_any_checkpoint_is_missing(tmp_path):
 def test_a_newest_that_vanishes_for_a_newer_one_is_followed(root, monkeypatch):
     """A job that evaluates reads ``latest`` while a job that trains replaces it and removes what it named."""
 
-    def late(path, directory):
-        if path.name == "step-00000003":
+    def late(path, max_bytes):
+        if path.parent.name == "step-00000003":
             save(root, 4)
-            shutil.rmtree(path)
-        return read_manifest(path, directory)
+            shutil.rmtree(path.parent)
+        return read_file(path, max_bytes)
 
-    monkeypatch.setattr(megabucket.checkpoint.stored, "read_manifest", late)
+    monkeypatch.setattr(megabucket.checkpoint.stored, "read_file", late)
 
     assert open_checkpoint(root).step == 4

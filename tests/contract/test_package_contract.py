@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "optim": BASE | {"config", "trace", "layout", "comm", "buffer", "ddp"},
     "fused": BASE | {"buffer", "comm"},
     "checkpoint": BASE | {"config", "layout", "comm", "buffer", "ddp", "optim"},
-    "testing": BASE | {"config", "trace", "layout", "comm"},
+    "testing": BASE | {"config", "trace", "layout", "planning", "comm"},
     "measure": BASE | {"config", "trace", "layout", "planning", "comm", "buffer", "ddp", "optim", "checkpoint", "testing"},
     "doctor": BASE | {"config", "layout", "comm", "ddp", "optim"},
     "integrations": BASE | {"config", "ddp", "optim", "checkpoint"},

@@ -109,9 +109,13 @@ stored.StoredCheckpoint = Unsealed
     "step of the manifest not compared": (
         DAMAGE,
         """
-def read_manifest(path, directory):
-    return format.decode_manifest(bytes(file_system.read_file(path / format.MANIFEST_NAME, 1 << 30)))
-stored.read_manifest = read_manifest
+class Every(int):
+    __ne__ = lambda self, other: False
+decode = format.decode_manifest
+def of_any_step(raw):
+    manifest = decode(raw)
+    return format.replace(manifest, step=Every(manifest.step))
+stored.decode_manifest = of_any_step
 stored._newest = lambda root: stored._open(root, stored._latest(root).directory)
 """,
         "step 1 was loaded",

@@ -198,18 +198,24 @@ BROKEN = {
             "bucket 2 holds no parameter",
         ),
     ],
-    "buckets-close-at-the-bucket-size": [
-        ("a bucket closes early", replace(SOUND, bucket_size=101), "bucket 0 closes at 100 elements, before bucket_size=101"),
+    "buckets-close-where-they-should": [
+        (
+            "a bucket closes early",
+            replace(SOUND, bucket_size=101),
+            "bucket 0 closes after 'c', which neither reaches bucket_size=101 nor is a cut",
+        ),
         (
             "a bucket closes without a size",
             replace(SOUND, bucket_size=None),
-            "bucket 0 closes at 100 elements, before bucket_size=None",
+            "bucket 0 closes after 'c', which neither reaches bucket_size=None nor is a cut",
         ),
-        ("a bucket goes on", replace(SOUND, bucket_size=70), "bucket 1 goes on after reaching bucket_size=70"),
-    ],
-    "buckets-close-at-the-cuts": [
-        ("a cut inside a bucket", replace(RECORDED, cuts=("c", "b")), "bucket 1 goes on after the cut at 'b'"),
-        ("a bucket closes without a cut", replace(RECORDED, cuts=()), "bucket 0 closes after 'c', which is no cut"),
+        ("a bucket goes on", replace(SOUND, bucket_size=70), "bucket 1 goes on after 'b'"),
+        ("a cut inside a bucket", replace(RECORDED, cuts=("c", "b")), "bucket 1 goes on after 'b'"),
+        (
+            "a bucket closes without a cut",
+            replace(RECORDED, cuts=()),
+            "bucket 0 closes after 'c', which neither reaches bucket_size=None nor is a cut",
+        ),
         ("a cut at nothing", replace(RECORDED, cuts=("c", "z")), "cut 'z' is no parameter of the buffer"),
         ("a size beside the cuts", replace(RECORDED, bucket_size=9), "buckets are cut by name and by bucket_size=9"),
     ],
@@ -322,8 +328,8 @@ def test_a_shared_embedding_that_is_not_the_last_of_its_bucket_does_not_close_it
     buckets = (replace(SOUND.buckets[0], params=("d", "c")), SOUND.buckets[1])
     early = replace(SOUND, params={**SOUND.params, "c": c, "d": d}, buckets=buckets, bucket_size=1000)
 
-    assert violations_of("buckets-close-at-the-bucket-size", early) == [
-        "bucket 0 closes at 100 elements, before bucket_size=1000"
+    assert violations_of("buckets-close-where-they-should", early) == [
+        "bucket 0 closes after 'c', which neither reaches bucket_size=1000 nor is a cut"
     ]
 
 
@@ -436,17 +442,17 @@ def test_a_name_without_a_slot_hides_no_gap_behind_it():
 def test_a_bucket_closes_for_a_shared_embedding_only_where_starts_are_aligned():
     shared = with_slot(replace(SOUND_UNPADDED, bucket_size=150), "b", shared_embedding=True)
 
-    assert violations_of("buckets-close-at-the-bucket-size", shared) == [
-        "bucket 0 closes at 100 elements, before bucket_size=150"
+    assert violations_of("buckets-close-where-they-should", shared) == [
+        "bucket 0 closes after 'c', which neither reaches bucket_size=150 nor is a cut"
     ]
-    assert violations_of("buckets-close-at-the-bucket-size", replace(shared, start_alignment=2)) == []
+    assert violations_of("buckets-close-where-they-should", replace(shared, start_alignment=2)) == []
 
 
 def test_only_an_embedding_that_comes_next_closes_a_bucket():
     shared = with_slot(replace(SOUND, bucket_size=150), "a", shared_embedding=True)  # b comes next
 
-    assert violations_of("buckets-close-at-the-bucket-size", shared) == [
-        "bucket 0 closes at 100 elements, before bucket_size=150"
+    assert violations_of("buckets-close-where-they-should", shared) == [
+        "bucket 0 closes after 'c', which neither reaches bucket_size=150 nor is a cut"
     ]
 
 
@@ -454,8 +460,8 @@ def test_an_empty_bucket_hides_no_early_close_behind_it():
     empty = BucketLayout(0, 0, 0, 0, ())
 
     assert violations_of(
-        "buckets-close-at-the-bucket-size", replace(SOUND, buckets=(empty, *SOUND.buckets), bucket_size=150)
-    ) == ["bucket 0 closes at 100 elements, before bucket_size=150"]
+        "buckets-close-where-they-should", replace(SOUND, buckets=(empty, *SOUND.buckets), bucket_size=150)
+    ) == ["bucket 0 closes after 'c', which neither reaches bucket_size=150 nor is a cut"]
 
 
 def test_a_later_bucket_is_as_full_as_its_own_elements():
@@ -468,6 +474,6 @@ def test_a_later_bucket_is_as_full_as_its_own_elements():
     )
 
     # Bucket 1 starts at 128 and ends with 172 elements at 300.
-    assert "bucket 1 closes at 172 elements, before bucket_size=173" in violations_of(
-        "buckets-close-at-the-bucket-size", buffer
+    assert "bucket 1 closes after 'a', which neither reaches bucket_size=173 nor is a cut" in violations_of(
+        "buckets-close-where-they-should", buffer
     )

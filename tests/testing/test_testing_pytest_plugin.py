@@ -92,7 +92,7 @@ def test_a_promise_that_some_layout_breaks_is_found(project):
     ("ini", "text"),
     [
         ("[pytest]\n", "*set megabucket_models in pytest's configuration*"),
-        ("[pytest]\nmegabucket_models = models\n", "*megabucket_models needs package.module:function, got 'models'*"),
+        ("[pytest]\nmegabucket_models = models\n", "*factory='models' is not module:callable*"),
     ],
     ids=["no model", "no function"],
 )

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from megabucket import ParamSpec
 from megabucket.errors import LayoutError
-from megabucket.testing import assert_places, assert_sound, assert_views_are_a_bijection, read_torch_ddp_layout
+from megabucket.testing import assert_places, assert_sound, read_torch_ddp_layout
 
 IGNORED = ["order-is-reverse-registration"]  # torch arranges buckets as gradients came
 
@@ -45,7 +45,6 @@ def test_buckets_of_torch_ddp_are_a_sound_layout(one_rank, model):
     specs = [ParamSpec(name, tuple(param.shape), dtype=str(param.dtype)[6:]) for name, param in trained.items()]
     assert_sound(layout, ignoring=IGNORED)
     assert_places(layout, specs)
-    assert_views_are_a_bijection(layout)
     assert {buffer.key.grad_dtype: len(buffer.buckets) for buffer in layout.buffers} == {"float64": 1, "float32": 1}
     assert layout.numel == sum(param.numel() for param in trained.values())
 

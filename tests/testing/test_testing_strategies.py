@@ -44,8 +44,6 @@ def any_one(strategy, condition):
         ),
         (lambda: param_specs(groups="dense"), "groups='dense' must be a non-empty sequence of names"),
         (lambda: param_specs(groups=["dense", ""]), "groups=['dense', ''] must be a non-empty sequence of names"),
-        (lambda: ddp_configs(max_bucket_size=0), "max_bucket_size=0 must be an integer >= 1"),
-        (lambda: ddp_configs(max_num_buckets=0), "max_num_buckets=0 must be an integer >= 1"),
         (lambda: ddp_configs(layouts=["flat"]), "layouts=['flat'] must be a non-empty sequence out of stable, megatron"),
         (lambda: dp_sizes(min_size=0), "min_size=0 must be an integer >= 1"),
         (lambda: dp_sizes(min_size=5, max_size=4), "min_size=5 must not exceed max_size=4"),

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint import api, filesystem, metadata, planner, state_dict_loader, state_dict_saver
@@ -31,14 +31,14 @@ from megabucket.checkpoint.capture import (
     values_of_state,
 )
 from megabucket.checkpoint.file_system import check_regular
-from megabucket.checkpoint.format import Json, Piece, Snapshot, TensorInfo
-from megabucket.checkpoint.ranks import GroupRanks, check_one_group, together
+from megabucket.checkpoint.format import Dims, Json, Piece, Snapshot, TensorInfo
+from megabucket.checkpoint.ranks import GroupRanks, together
 from megabucket.checkpoint.restore import LoadedCheckpoint, restore
 from megabucket.checkpoint.stored import Stored
 from megabucket.checkpoint.values import decode
 from megabucket.comm import ProcessGroupCommunicator, SameHostCommunicator
 from megabucket.ddp import DistributedDataParallel
-from megabucket.errors import CheckpointError, ConfigError
+from megabucket.errors import CheckpointError, ConfigError, name_list
 from megabucket.optim.state_dict import KNOWN_NUMBERS, NUMBER_TYPES, StateEntry, describe_number, entry_from_json, number_in
 
 _VALUES_KEY: Final = "megabucket.values"
@@ -76,7 +76,7 @@ def save_dcp(
 
 
 def _check_target(path: Path, ddp: DistributedDataParallel) -> Any:
-    check_one_group(ddp, "torch.distributed.checkpoint")
+    _check_one_group(ddp)
     if path.exists() and any(path.iterdir()):
         raise CheckpointError(
             f"{path} is not empty. torch.distributed.checkpoint overwrites in place, and a crash would leave neither the old "
@@ -88,6 +88,22 @@ def _check_target(path: Path, ddp: DistributedDataParallel) -> Any:
     if communicator.size > 1:
         raise ConfigError(f"torch.distributed.checkpoint needs a process group, and this wrapper has {communicator!r}")
     return None
+
+
+def _check_one_group(ddp: DistributedDataParallel) -> None:
+    """Refuse a wrapper whose ranks hold different parameters, or parts of larger ones.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    shapes = {name: tuple(param.shape) for name, param in ddp.module.named_parameters()}
+    others = [name for name, own in ddp.identities.items() if (own.global_name, own.global_shape) != (name, shapes.get(name))]
+    if others or not ddp.ranks.has_same_params:
+        raise ConfigError(
+            "torch.distributed.checkpoint is for wrappers whose ranks all hold the same whole parameters under their local "
+            f"names. This one has the groups {name_list(list(ddp.ranks.by_name))}, and {len(others)} parameters of other names "
+            "or shapes in the whole model. save_checkpoint and load_checkpoint take such wrappers."
+        )
 
 
 def _nested(snapshot: Snapshot, module: torch.nn.Module) -> dict[str, Any]:
@@ -191,7 +207,7 @@ class _StoredDcp(Stored):
 
 
 def _open(path: Path, parts: TrainingParts) -> _StoredDcp:
-    check_one_group(parts.ddp, "torch.distributed.checkpoint")
+    _check_one_group(parts.ddp)
     if not (path / ".metadata").exists():
         raise CheckpointError(f"{path}: it is no checkpoint of torch.distributed.checkpoint: .metadata is missing")
     try:
@@ -273,31 +289,25 @@ def _optimizer_values(
 # Flat ranges as boxes: that format stores boxes of tensors, so a flat range becomes a few boxes, each a view of the values.
 
 
-class Box(NamedTuple):
-    """A box of a tensor: its elements follow one another in the flat order."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-def boxes_of(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+def boxes_of(shape: Sequence[int], start: int, stop: int) -> list[tuple[Dims, Dims]]:
     """Return boxes that cover the elements ``start:stop`` of a row-major tensor, each once, in flat order.
 
-    At most ``2 * dimensions - 1`` of them (one, for a tensor without dimensions or elements).
+    A box is its offsets and its sizes; its elements follow one another in the flat order. At most ``2 * dimensions - 1`` of
+    them (one, for a tensor without dimensions or elements).
 
-    >>> [(box.offsets, box.sizes) for box in boxes_of((4, 3), 2, 10)]
+    >>> boxes_of((4, 3), 2, 10)
     [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
     """
     if math.prod(shape) == 0 or not shape:
-        return [Box((0,) * len(shape), tuple(shape))]
+        return [((0,) * len(shape), tuple(shape))]
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    boxes = []
+    boxes: list[tuple[Dims, Dims]] = []
     while start < stop:
         index = tuple(start // stride % size for stride, size in zip(strides, shape, strict=True))
         # The slowest dimension of which a whole slice begins here and ends within the range; of the last one any does.
         dim = next(dim for dim, stride in enumerate(strides) if start % stride == 0 and start + stride <= stop)
         count = min((stop - start) // strides[dim], shape[dim] - index[dim])
-        boxes.append(Box(index, (*(1 for _ in shape[:dim]), count, *shape[dim + 1 :])))
+        boxes.append((index, (*(1 for _ in shape[:dim]), count, *shape[dim + 1 :])))
         start += count * strides[dim]
     return boxes
 
@@ -307,10 +317,10 @@ def _parts_of(piece: Piece) -> dict[torch.Size, torch.Tensor]:
     order, parts, position = list(piece.info.order), {}, 0
     back = [order.index(dim) for dim in range(len(order))]
     # Flat in memory order: boxes of the tensor with its dimensions in that order.
-    for box in boxes_of([piece.info.shape[dim] for dim in order], piece.start, piece.stop):
-        numel = math.prod(box.sizes)
-        values = piece.values.detach()[position : position + numel].view(box.sizes)
-        parts[torch.Size(box.offsets[dim] for dim in back)] = values.permute(back)
+    for offsets, sizes in boxes_of([piece.info.shape[dim] for dim in order], piece.start, piece.stop):
+        numel = math.prod(sizes)
+        values = piece.values.detach()[position : position + numel].view(sizes)
+        parts[torch.Size(offsets[dim] for dim in back)] = values.permute(back)
         position += numel
     return parts
 

@@ -7,7 +7,7 @@ digests: damage that their header does not show is not found.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -50,24 +50,34 @@ def export_weights(
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    dtypes = _dtypes(stored, dtype)
-    files = _cut(stored, dtypes, max_file_bytes)
+    files: list[dict[str, torch.dtype]] = [{}]
+    room = max_file_bytes
+    for name, info in sorted(stored.tensors.items()):
+        if name.startswith(Prefix.MODEL):
+            there = dtype_named(info.dtype)
+            wanted = dtype if dtype is not None and there.is_floating_point else there
+            num_bytes = info.numel * wanted.itemsize
+            if files[-1] and num_bytes > room:
+                files.append({})
+                room = max_file_bytes
+            files[-1][name.removeprefix(Prefix.MODEL)] = wanted
+            room -= num_bytes
     names = [FILE_NAME]
     if len(files) > 1:
         names = [f"model-{index + 1:05d}-of-{len(files):05d}.safetensors" for index in range(len(files))]
     total_bytes = 0
     for name, chosen in zip(names, files, strict=True):
         staging = Staging(stored)
-        tensors = {source: _want(staging, source, dtypes[source]) for source in chosen}
+        tensors = {}
+        for weight, wanted in chosen.items():
+            like = torch.empty(stored.tensors[f"{Prefix.MODEL}{weight}"].shape, dtype=wanted)
+            tensors[weight] = staging.want_like(source_of(stored.tensors, weight, wanted), like)
         staging.read()
-        save_file(
-            {source: tensor.contiguous() for source, tensor in tensors.items()},
-            directory / f"{name}.tmp",
-            metadata={"format": "pt"},  # transformers loads a file only if it names the framework
-        )
+        # transformers loads a file only if it names the framework
+        save_file(tensors, directory / f"{name}.tmp", metadata={"format": "pt"})
         total_bytes += sum(tensor.nbytes for tensor in tensors.values())
     if len(files) > 1:
-        weight_map = {source: name for name, chosen in zip(names, files, strict=True) for source in chosen}
+        weight_map = {weight: name for name, chosen in zip(names, files, strict=True) for weight in chosen}
         names.append(INDEX_NAME)
         text = json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2)
         (directory / f"{INDEX_NAME}.tmp").write_text(text + "\n", encoding="utf-8")
@@ -76,37 +86,6 @@ def export_weights(
         if stale not in paths:  # a reader would load it
             stale.unlink(missing_ok=True)
     return paths
-
-
-def _dtypes(stored: Stored, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Return the dtype that each weight is exported in, by its name without ``model.``, in order."""
-    own = {
-        name.removeprefix(Prefix.MODEL): dtype_named(info.dtype)
-        for name, info in sorted(stored.tensors.items())
-        if name.startswith(Prefix.MODEL)
-    }
-    return {name: dtype if dtype is not None and there.is_floating_point else there for name, there in own.items()}
-
-
-def _cut(stored: Stored, dtypes: Mapping[str, torch.dtype], max_file_bytes: int) -> list[list[str]]:
-    """Return the weights in each file."""
-    files: list[list[str]] = [[]]
-    room = max_file_bytes
-    for name, dtype in dtypes.items():
-        num_bytes = stored.tensors[f"{Prefix.MODEL}{name}"].numel * dtype.itemsize
-        if files[-1] and num_bytes > room:
-            files.append([])
-            room = max_file_bytes
-        files[-1].append(name)
-        room -= num_bytes
-    return files
-
-
-def _want(staging: Staging, name: str, dtype: torch.dtype) -> torch.Tensor:
-    info = staging.stored.tensors[f"{Prefix.MODEL}{name}"]
-    if dtype == dtype_named(info.dtype):
-        return staging.want_stored(f"{Prefix.MODEL}{name}")
-    return staging.want_like(source_of(staging.stored.tensors, name, dtype), torch.empty(info.shape, dtype=dtype))
 
 
 def import_weights(source: Path | str, root: Path | str, *, step: int = 0, settings: SaveSettings | None = None) -> Path:

@@ -29,7 +29,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -37,6 +37,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from megabucket.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megabucket.testing.fabric.group import FabricGroup
 
 NUM_SLOTS: Final = 8192
 """Collectives of a group that a rank may be ahead of the slowest one."""
@@ -171,15 +174,6 @@ class Ledger:
         return slot
 
 
-@dataclass(slots=True)
-class Endpoint:
-    """A group as its works see it."""
-
-    timeout_s: float
-    nic: Nic
-    lateness: Lateness
-
-
 class FabricWork(dist.Work):
     """One launched collective.
 
@@ -193,7 +187,7 @@ class FabricWork(dist.Work):
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        group: FabricGroup,
         slot: Any,
         *,
         duration_s: float,
@@ -202,7 +196,7 @@ class FabricWork(dist.Work):
         finish: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
-        self._endpoint, self._slot, self._duration_s = endpoint, slot, duration_s
+        self._group, self._slot, self._duration_s = group, slot, duration_s
         self._works, self._result, self._finish = works, result, finish
         self._launch_s = time.monotonic()
         self._done_s = 0.0
@@ -221,7 +215,7 @@ class FabricWork(dist.Work):
         """
         limit_s = timeout.total_seconds() if timeout > _NO_LIMIT else None
         start_s = time.monotonic()
-        end_s = start_s + (self._endpoint.timeout_s if limit_s is None else limit_s)
+        end_s = start_s + (self._group.timeout_s if limit_s is None else limit_s)
         for work in self._works:
             if limit_s is None:
                 work.wait()
@@ -233,7 +227,7 @@ class FabricWork(dist.Work):
         while (next_s := self.next_look_s(now_s := time.monotonic())) is not None:
             if now_s >= end_s:
                 # The texts of gloo: a caller that waits in slices or looks for a time limit need not know the difference.
-                limit = f"Timed out waiting {self._endpoint.timeout_s * 1000:.0f}ms for the other ranks to launch on the"
+                limit = f"Timed out waiting {self._group.timeout_s * 1000:.0f}ms for the other ranks to launch on the"
                 raise RuntimeError("Operation timed out!" if limit_s is not None else f"{limit} emulated fabric")
             time.sleep(max(min(next_s, end_s) - now_s, 0.0))
         self._settle(since_s=start_s)
@@ -271,7 +265,7 @@ class FabricWork(dist.Work):
         """
         with self._lock:
             if self._future is None:
-                self._endpoint.nic.promise(self)
+                self._group.machine.nic.promise(self)
                 self._future = torch.futures.Future()  # the thread takes it after the lock
             return self._future
 
@@ -332,7 +326,7 @@ class FabricWork(dist.Work):
                 self._failure = error
                 raise
             late_s = time.monotonic() - max(self._done_s, since_s)
-            lateness = self._endpoint.lateness
+            lateness = self._group.lateness
             lateness.num_done += 1
             lateness.total_s += late_s
             lateness.worst_s = max(lateness.worst_s, late_s)
