@@ -4,6 +4,7 @@ import fcntl
 import os
 import tempfile
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megabucket.errors import ConfigError
-from megabucket.testing.fabric.work import NUM_SLOTS, Endpoint, FabricWork, Lateness, Ledger, Machine, share_memory
+from megabucket.testing.fabric.work import NUM_SLOTS, FabricWork, Ledger, Machine, share_memory
 
 MACHINE = 4  # ranks
 
@@ -171,7 +172,7 @@ def test_the_shared_file_has_no_name_any_more():
 def test_a_future_that_nobody_would_complete_any_more_is_refused_each_time():
     machine = Machine(file_of(8), 1, rank=0)
     ledger = Ledger(file_of(Ledger.NUM_BYTES), machine, [0])
-    work = FabricWork(Endpoint(1.0, machine.nic, Lateness()), ledger.launch(0.0, 0.0), duration_s=0.0, works=(), result=[])
+    work = FabricWork(SimpleNamespace(machine=machine), ledger.launch(0.0, 0.0), duration_s=0.0, works=(), result=[])
     machine.nic.stop()
 
     for _ in range(2):
