@@ -10,7 +10,6 @@ import sys
 import time
 
 import pytest
-import yaml
 from train_ranks import LIMIT_S, Job
 
 from megabucket.checkpoint.offline import compare
@@ -22,28 +21,14 @@ STEPS = 24
 
 
 @pytest.fixture
-def config_path(corpus_directory, tmp_path):
-    sections = {
-        "model": {
-            "kind": "gpt",
-            "vocab_size": 256,
-            "sequence_length": 16,
-            "num_layers": 2,
-            "hidden_size": 16,
-            "num_heads": 2,
-        },
-        "mode": "reduce_scatter",
-        "ddp": {"bucket_size": 2000},
-        "program": {
-            "optimizer": {"lr": 0.01, "weight_decay": 0.1, "warmup_steps": 4, "final_lr_fraction": 0.1},
-            "data": {"corpus": str(corpus_directory), "held_out_every": 4},
-            "train": {"steps": STEPS, "microbatch_size": 3, "num_microbatches": 4, "eval_batches": 2},
-            "checkpoint": {"every_steps": 5, "resume": "auto"},
-        },
-    }
-    path = tmp_path / "tiny.yaml"
-    path.write_text(yaml.safe_dump(sections))
-    return path
+def config_path(config_file, tmp_path):
+    return config_file(
+        {"mode": "reduce_scatter"},
+        model={"num_layers": 2},
+        optimizer={"warmup_steps": 4, "final_lr_fraction": 0.1},
+        train={"steps": STEPS, "microbatch_size": 3, "num_microbatches": 4},
+        checkpoint={"folder": str(tmp_path / "run"), "every_steps": 5, "resume": "auto"},
+    )
 
 
 @pytest.fixture
