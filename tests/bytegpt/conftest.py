@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from examples.bytegpt.config import DemoConfig
@@ -49,3 +51,16 @@ def tiny_run(corpus_directory, tmp_path):
         )
 
     return make
+
+
+@pytest.fixture
+def config_file(tiny_run, tmp_path):
+    """Return what writes the config of ``tiny_run``, and more sections, into a file."""
+
+    def write(more=None, **sections):
+        path = tmp_path / "run.yaml"
+        data = tiny_run(**sections).model_dump(mode="json", exclude_unset=True)
+        path.write_text(json.dumps({**data, **(more or {})}))
+        return path
+
+    return write

@@ -20,10 +20,8 @@ DEMO = ("--workload", "examples.bytegpt.workload:workload")
 
 
 @pytest.fixture
-def config_path(tiny_run, tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text(json.dumps(tiny_run().model_dump(mode="json", exclude_unset=True)))
-    return path
+def config_path(config_file):
+    return config_file()
 
 
 def check_is_of(config_path, data):

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from train_ranks import Job
 
 RANKS = 2
@@ -20,34 +19,11 @@ pytestmark = pytest.mark.dist
 
 
 @pytest.fixture
-def config_path(corpus_directory, tmp_path):
-    path = tmp_path / "tiny.yaml"
-    path.write_text(
-        yaml.safe_dump(
-            {
-                "model": {
-                    "kind": "gpt",
-                    "vocab_size": 256,
-                    "sequence_length": 16,
-                    "num_layers": 2,
-                    "hidden_size": 16,
-                    "num_heads": 2,
-                },
-                "ddp": {"bucket_size": 2000},
-                "program": {
-                    "optimizer": {"lr": 0.01, "weight_decay": 0.1},
-                    "data": {"corpus": str(corpus_directory), "held_out_every": 4},
-                    "train": {
-                        "steps": 5,
-                        "microbatch_size": 2,
-                        "eval_batches": 2,
-                        "log_path": str(tmp_path / "log.jsonl"),
-                    },
-                },
-            }
-        )
+def config_path(config_file, tmp_path):
+    return config_file(
+        model={"num_layers": 2},
+        train={"steps": 5, "num_microbatches": 1, "log_path": str(tmp_path / "log.jsonl")},
     )
-    return path
 
 
 def torchrun(*arguments, timeout_s=150):

@@ -35,23 +35,15 @@ class TestResults:
     def values(world, numel=6):
         return [torch.arange(1.0, numel + 1) + rank for rank in range(world.size)]
 
-    def test_all_reduce_leaves_the_sum_on_every_rank(self, world):
+    @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG])
+    def test_all_reduce_leaves_the_sum_or_the_mean_on_every_rank(self, world, op):
         tensors = self.values(world)
-        total = torch.stack(self.values(world)).sum(dim=0)
+        expected = torch.stack(self.values(world)).sum(dim=0) / (world.size if op is ReduceOp.AVG else 1)
 
-        for handle in launch_on_all(world, lambda rank: [AllReduce(tensors[rank])]):
+        for handle in launch_on_all(world, lambda rank: [AllReduce(tensors[rank], op)]):
             handle.wait()
 
-        assert all(torch.equal(tensor, total) for tensor in tensors)
-
-    def test_all_reduce_avg_leaves_the_mean(self, world):
-        tensors = self.values(world)
-        mean = torch.stack(self.values(world)).sum(dim=0) / world.size
-
-        for handle in launch_on_all(world, lambda rank: [AllReduce(tensors[rank], ReduceOp.AVG)]):
-            handle.wait()
-
-        assert all(torch.equal(tensor, mean) for tensor in tensors)
+        assert all(torch.equal(tensor, expected) for tensor in tensors)
 
     def test_all_reduce_max_leaves_the_largest_value_of_any_rank(self, world):
         tensors = [torch.tensor([rank, -rank], dtype=torch.int64) for rank in range(world.size)]
@@ -103,22 +95,15 @@ class TestResults:
         assert all(torch.equal(tensor, small_sum) for tensor in small)
         assert all(torch.equal(tensor, large_sum) for tensor in large)
 
+    @pytest.mark.parametrize("shape", [(2, 3), ()], ids=str)
     @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.int16])
-    def test_any_dtype_can_be_broadcast(self, world, dtype):
-        tensors = [torch.ones(2, 3).to(dtype), *[torch.zeros(2, 3).to(dtype) for _ in range(world.size - 1)]]
+    def test_any_dtype_and_shape_can_be_broadcast(self, world, dtype, shape):
+        tensors = [torch.ones(shape).to(dtype), *[torch.zeros(shape).to(dtype) for _ in range(world.size - 1)]]
 
         for handle in launch_on_all(world, lambda rank: [Broadcast(tensors[rank])]):
             handle.wait()
 
-        assert all(torch.equal(tensor, torch.ones(2, 3).to(dtype)) for tensor in tensors)
-
-    def test_a_scalar_can_be_broadcast(self, world):
-        tensors = [torch.tensor(float(rank + 5)) for rank in range(world.size)]
-
-        for handle in launch_on_all(world, lambda rank: [Broadcast(tensors[rank])]):
-            handle.wait()
-
-        assert [tensor.item() for tensor in tensors] == [5.0] * world.size
+        assert all(torch.equal(tensor, torch.ones(shape).to(dtype)) for tensor in tensors)
 
 
 def test_sums_run_in_rank_order_in_the_dtype_of_the_tensors():
@@ -147,15 +132,6 @@ class TestManualCompletion:
 
         assert world.pending == (0,)
         assert torch.equal(tensors[0], torch.ones(2))
-
-    def test_a_collective_is_pending_only_when_every_rank_has_launched_it(self):
-        world = LoopbackWorld(2, completion="manual")
-
-        world.communicator(0).launch([AllReduce(torch.ones(1))], label="a")
-        before = world.pending
-        world.communicator(1).launch([AllReduce(torch.ones(1))], label="a")
-
-        assert (before, world.pending) == ((), (0,))
 
     @given(order=st.permutations(range(5)))
     def test_any_order_of_completion_gives_the_same_results(self, order):
@@ -196,7 +172,7 @@ class TestManualCompletion:
         tensor = torch.ones(1)
         world.communicator(0).launch([AllReduce(tensor)], label="a")
 
-        with pytest.raises(CollectiveError, match="collective 0 cannot be completed; pending are"):
+        with pytest.raises(CollectiveError, match=r"collective 0 cannot be completed; pending are \[\]"):
             world.complete(0)
 
         assert tensor.item() == 1.0  # no sum over the half of the ranks that was there
@@ -224,31 +200,20 @@ class TestMismatch:
             "must launch the same collectives in the same order."
         )
 
-    def test_another_kind_is_found(self):
-        error = self.mismatch(AllReduce(torch.ones(4)), Broadcast(torch.ones(4)))
+    @pytest.mark.parametrize(
+        ("other", "label", "text"),
+        [
+            (Broadcast(torch.ones(4)), "bucket 0", "bucket 0 [broadcast of 4 x float32]"),
+            (AllReduce(torch.ones(4, dtype=torch.int32)), "bucket 0", "bucket 0 [all_reduce sum of 4 x int32]"),
+            (AllReduce(torch.ones(4), ReduceOp.AVG), "bucket 0", "bucket 0 [all_reduce avg of 4 x float32]"),
+            (AllReduce(torch.ones(4)), "bucket 1", "bucket 1 [all_reduce sum of 4 x float32]"),
+        ],
+        ids=["kind", "dtype of the same size", "reduce op", "label"],
+    )
+    def test_any_difference_is_found(self, other, label, text):
+        error = self.mismatch(AllReduce(torch.ones(4)), other, other_label=label)
 
-        assert (error.other_call, error.call) == (
-            "bucket 0 [all_reduce sum of 4 x float32]",
-            "bucket 0 [broadcast of 4 x float32]",
-        )
-
-    def test_another_dtype_of_the_same_size_is_found(self):
-        error = self.mismatch(AllReduce(torch.ones(4, dtype=torch.float16)), AllReduce(torch.ones(4, dtype=torch.bfloat16)))
-
-        assert (error.other_call, error.call) == (
-            "bucket 0 [all_reduce sum of 4 x float16]",
-            "bucket 0 [all_reduce sum of 4 x bfloat16]",
-        )
-
-    def test_another_reduce_op_is_found(self):
-        error = self.mismatch(AllReduce(torch.ones(4)), AllReduce(torch.ones(4), ReduceOp.AVG))
-
-        assert error.call == "bucket 0 [all_reduce avg of 4 x float32]"
-
-    def test_another_label_is_found_although_the_calls_are_alike(self):
-        error = self.mismatch(AllReduce(torch.ones(4)), AllReduce(torch.ones(4)), other_label="bucket 1")
-
-        assert error.call == "bucket 1 [all_reduce sum of 4 x float32]"
+        assert (error.other_call, error.call) == ("bucket 0 [all_reduce sum of 4 x float32]", text)
 
     def test_another_batch_size_is_found(self):
         world = LoopbackWorld(2)
@@ -369,9 +334,6 @@ class TestDeadlock:
 
 
 class TestRun:
-    def test_results_come_in_rank_order(self):
-        assert LoopbackWorld(4).run(lambda rank: rank * 10) == [0, 10, 20, 30]
-
     def test_ranks_may_launch_in_any_order_of_time(self, completion):
         world = LoopbackWorld(3, completion=completion)
 
@@ -411,16 +373,6 @@ class TestRun:
 
         with pytest.raises(MismatchedCollectiveError):
             world.run(lambda rank: world.communicator(rank).launch([AllReduce(torch.ones(rank + 1))], label="a").wait())
-
-    def test_a_sound_world_can_run_again(self):
-        world = LoopbackWorld(2)
-
-        def program(rank):
-            tensor = torch.tensor([float(rank)])
-            world.communicator(rank).launch([AllReduce(tensor)], label="a").wait()
-            return tensor.item()
-
-        assert [world.run(program), world.run(program)] == [[1.0, 1.0], [1.0, 1.0]]
 
 
 class TestSubgroup:

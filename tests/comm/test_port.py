@@ -141,14 +141,6 @@ def test_closing_a_communicator_that_has_nothing_to_end_is_allowed_again_and_aga
     communicator.close()
 
 
-def test_a_dropped_empty_call_counts_neither_as_call_nor_as_bytes():
-    recorder = ListRecorder()
-
-    LoopbackWorld(2).communicator(0, recorder).launch([AllReduce(torch.empty(0)), AllReduce(torch.zeros(1))], label="a")
-
-    assert [(record.num_calls, record.payload_bytes) for record in recorder.collectives] == [(1, 4)]
-
-
 def test_a_launch_knows_the_moments_of_its_life():
     world, recorder = LoopbackWorld(2), ListRecorder()
 

@@ -1,5 +1,7 @@
 """The communicator over ``torch.distributed``, as far as one process can show it. Several processes: tests/ranks."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,7 +22,7 @@ from megabucket.comm import (
     discover_communicator,
 )
 from megabucket.comm.communicator import Progress
-from megabucket.errors import CollectiveError, GroupDestroyedError, ProcessGroupMissingError
+from megabucket.errors import CollectiveError, GroupDestroyedError
 from megabucket.testing import ListRecorder
 from megabucket.trace.recorder import CollectiveRecord
 
@@ -55,19 +57,6 @@ class TestDiscovery:
         monkeypatch.setenv("WORLD_SIZE", launched)
 
         assert isinstance(discover_communicator(None), LocalCommunicator)
-
-    def test_several_processes_without_a_group_are_refused(self, monkeypatch):
-        monkeypatch.setenv("WORLD_SIZE", "4")
-
-        with pytest.raises(ProcessGroupMissingError) as caught:
-            discover_communicator(None)
-
-        assert caught.value.world_size == 4
-        assert str(caught.value) == (
-            "this process is one of 4 (WORLD_SIZE=4) but torch.distributed is not initialized, so each of them would train "
-            "alone and the replicas would drift apart. Call torch.distributed.init_process_group() before wrapping the "
-            "module, or pass process_group=."
-        )
 
     def test_the_default_group_is_found(self, group):
         communicator = discover_communicator(None)
@@ -115,34 +104,22 @@ def test_settings_that_are_not_in_order_with_the_group_are_refused_only_where_th
 class TestLaunches:
     """Below the port, which sends nothing for one rank: each kind reaches gloo with the right arguments."""
 
-    @pytest.mark.parametrize("op", ReduceOp)
-    def test_all_reduce(self, group, op):
-        values = torch.arange(4.0)
-
-        launch(ProcessGroupCommunicator(group), [AllReduce(values, op)], "a").wait()
-
-        assert torch.equal(values, torch.arange(4.0))
-
-    def test_reduce_scatter_in_place(self, group):
+    @pytest.mark.parametrize(
+        "calls_of",
+        [
+            *(partial(lambda op, full: [AllReduce(full, op)], op) for op in ReduceOp),
+            lambda full: [ReduceScatter(full[0:4], full)],
+            lambda full: [AllGather(full, full[0:4])],
+            lambda full: [Broadcast(full), Broadcast(torch.ones(2))],
+        ],
+        ids=[*(f"all-reduce {op.value}" for op in ReduceOp), "reduce-scatter in place", "all-gather", "broadcast"],
+    )
+    def test_each_kind(self, group, calls_of):
         full = torch.arange(4.0)
 
-        launch(ProcessGroupCommunicator(group), [ReduceScatter(full[0:4], full)], "a").wait()
+        launch(ProcessGroupCommunicator(group), calls_of(full), "a").wait()
 
         assert torch.equal(full, torch.arange(4.0))
-
-    def test_all_gather(self, group):
-        full = torch.arange(4.0)
-
-        launch(ProcessGroupCommunicator(group), [AllGather(full, full[0:4])], "a").wait()
-
-        assert torch.equal(full, torch.arange(4.0))
-
-    def test_broadcast(self, group):
-        values = torch.arange(4)
-
-        launch(ProcessGroupCommunicator(group), [Broadcast(values), Broadcast(torch.ones(2))], "a").wait()
-
-        assert torch.equal(values, torch.arange(4))
 
     def test_a_batch_of_several_dtypes_is_sent_as_one_batch_per_dtype(self, group):
         tensors = [torch.full((3,), float(i), dtype=dtype) for i, dtype in enumerate([torch.float32, torch.bfloat16] * 2)]

@@ -51,9 +51,6 @@ class Grid:
             found |= self.world.subgroup([rank for rank in range(self.size) if key(rank) == index])
         return found
 
-    def expert_of(self, rank):
-        return rank // self.etp % self.ep
-
     def of(self, rank, name):
         return self.lines[name][rank]
 

@@ -6,6 +6,7 @@ import torch
 
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.ddp import DistributedDataParallel
+from megabucket.optim import DistributedOptimizer
 from megabucket.testing import LoopbackWorld
 
 
@@ -58,6 +59,24 @@ class Weights(torch.nn.Module):
 
     def forward(self, **factors):
         return sum((getattr(self, name) * factor).sum() for name, factor in factors.items())
+
+
+class FailsInBackward(torch.autograd.Function):
+    """The identity, whose backward fails."""
+
+    @staticmethod
+    def forward(_, x):
+        return x * 1
+
+    @staticmethod
+    def backward(*_):
+        raise ValueError("boom")
+
+
+def optimizer_of(ddp):
+    """A plain optimizer on all-reduced gradients, a distributed one on shards."""
+    sgd = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    return DistributedOptimizer(sgd, ddp) if ddp.ddp_config.use_distributed_optimizer else sgd
 
 
 def grads(module):

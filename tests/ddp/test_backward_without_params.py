@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from loop_ranks import Ranks
+from loop_ranks import Ranks, optimizer_of
 from torch.utils.checkpoint import checkpoint
 
-import megabucket as mb
 from megabucket.errors import MicrobatchMismatchError
 
 MODES = [(sharded, overlaps) for sharded in (False, True) for overlaps in (True, False)]
@@ -22,11 +21,6 @@ class Layer(torch.nn.Module):
         if reruns:
             return checkpoint(self.forward, x, use_reentrant=True)
         return x.sum() if skips else (self.a * x).sum()
-
-
-def optimizer_of(ddp):
-    sgd = torch.optim.SGD(ddp.parameters(), lr=1.0)
-    return mb.DistributedOptimizer(sgd, ddp) if ddp.ddp_config.use_distributed_optimizer else sgd
 
 
 def inputs():

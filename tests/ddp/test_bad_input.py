@@ -84,14 +84,8 @@ class TestNothingToTrain:
 
 
 class TestUnsupportedParameters:
-    def test_complex(self):
-        assert unsupported(w=param(torch.ones(2, dtype=torch.complex64))) == HEAD + (
-            "its dtype is complex64. Buffers hold float64, float32, bfloat16, float16; convert the parameter before wrapping, "
-            "or freeze it."
-        )
-
-    @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
-    def test_8_bit_floats(self, name):
+    @pytest.mark.parametrize("name", ["complex64", "float8_e4m3fn", "float8_e5m2"])
+    def test_a_dtype_that_no_buffer_holds(self, name):
         assert unsupported(w=param(torch.zeros(2).to(getattr(torch, name)))) == HEAD + (
             f"its dtype is {name}. Buffers hold float64, float32, bfloat16, float16; convert the parameter before wrapping, or "
             "freeze it."
@@ -283,32 +277,23 @@ class TestWrappingTwice:
         "same gradients twice. Call detach() on the first one before wrapping again."
     )
 
-    def test_the_same_module(self):
-        model = torch.nn.Linear(2, 2)
-        DistributedDataParallel(model)
+    @pytest.mark.parametrize(
+        ("again", "names"),
+        [
+            (lambda ddp: ddp.module, ("weight",)),
+            (lambda ddp: ddp, ("module.weight",)),
+            (lambda ddp: torch.nn.Sequential(torch.nn.Linear(2, 2), ddp.module), ("1.weight",)),
+        ],
+        ids=["the same module", "a wrapper", "a module with a layer that is wrapped"],
+    )
+    def test_it_is_refused(self, again, names):
+        ddp = DistributedDataParallel(torch.nn.Linear(2, 2, bias=False))
 
         with pytest.raises(AlreadyWrappedError) as caught:
-            DistributedDataParallel(model)
+            DistributedDataParallel(again(ddp))
 
-        assert str(caught.value) == self.TEXT.format("'weight', 'bias'")
-        assert caught.value.params == ("weight", "bias")
-
-    def test_a_wrapper(self):
-        ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
-
-        with pytest.raises(AlreadyWrappedError) as caught:
-            DistributedDataParallel(ddp)
-
-        assert str(caught.value) == self.TEXT.format("'module.weight', 'module.bias'")
-
-    def test_a_module_that_shares_one_layer_with_a_wrapped_one(self):
-        shared = torch.nn.Linear(2, 2, bias=False)
-        DistributedDataParallel(shared)
-
-        with pytest.raises(AlreadyWrappedError) as caught:
-            DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(2, 2), shared))
-
-        assert str(caught.value) == self.TEXT.format("'1.weight'")
+        assert str(caught.value) == self.TEXT.format(f"'{names[0]}'")
+        assert caught.value.params == names
 
 
 def test_several_processes_without_a_process_group(monkeypatch):

@@ -161,19 +161,18 @@ def sums_of_heads(tp):
     return identity
 
 
-def train_cut_block(grid, rank, *, finalizes=True, identity=sums_of_heads, **fields):
+def train_cut_block(grid, rank, **fields):
     """Train on tp 2 x dp 2; return the wrapper and the norms."""
     tp = grid.of(rank, "tp")
     ddp = grid.wrap(
-        rank, CutBlock(grid.whole, tp), config=fields, reduction=["dense"], copies=["tp"], identity=identity and identity(tp)
+        rank, CutBlock(grid.whole, tp), config=fields, reduction=["dense"], copies=["tp"], identity=sums_of_heads(tp)
     )
     optimizer = DistributedOptimizer(torch.optim.SGD(ddp.parameters(), **SGD), ddp, clip_grad=CLIP)
     norms = []
     for step in range(NUM_STEPS):
         inputs, targets = batch(step, rank // 2)
         ((ddp(inputs) - _own(targets, tp)).square().sum() / targets.numel()).backward()  # of the tokens of this rank
-        if finalizes:
-            finalize_grads(ddp)
+        finalize_grads(ddp)
         norms.append(optimizer.step().grad_norm)
         optimizer.zero_grad()
     return ddp, norms
@@ -211,23 +210,6 @@ def test_tensor_and_sequence_parallel_training_is_that_of_the_whole_model(is_sha
     joined["row.weight"] = torch.cat([first["row_weight"], second["row_weight"]], dim=1)
     joined["row.bias"] = first["row_bias"]
     assert_trained_alike(joined, expected, before)
-
-
-@pytest.mark.parametrize(
-    ("naive", "culprit"),
-    [({"finalizes": False}, "final_norm.bias"), ({"identity": None}, "head_scale")],
-    ids=["no sums at all", "attributes alone"],
-)
-def test_copies_whose_gradients_are_not_summed_drift_apart_and_are_found(naive, culprit):
-    grid = tp_grid()
-
-    def program(rank):
-        ddp, _ = train_cut_block(grid, rank, **naive)
-        with pytest.raises((ReplicasDivergedError, PeerFailedError)) as caught:
-            ddp.check_replicas()
-        return str(caught.value)
-
-    assert all(f"'{culprit}', copies along 'tp'" in text for text in grid.run(program))
 
 
 @pytest.mark.parametrize("is_sharded", MODES)
@@ -492,48 +474,16 @@ def test_shards_of_tied_weights_that_lie_in_different_places_are_refused():
         tied_grads(isolates=False, use_distributed_optimizer=True)
 
 
-def crossed(pipeline):
-    """Let each rank meet the rank of the other stage that owns the other shard."""
-    pipeline.embd = pipeline.world.subgroup([0, 3]) | pipeline.world.subgroup([1, 2])
-    return pipeline
-
-
 def test_shards_of_tied_weights_with_different_numbers_are_refused():
     """Issue 844 again: everything lies alike, and each rank meets the one that owns the other shard."""
-    pipeline = crossed(Pipeline())
+    pipeline = Pipeline()
+    pipeline.embd = pipeline.world.subgroup([0, 3]) | pipeline.world.subgroup([1, 2])
 
     def program(rank):
         with pytest.raises((LayoutMismatchError, PeerFailedError), match=r"embedding\.weight.*as shard \d of 2.*as shard"):
             pipeline.wrap(rank, Stage(pipeline.whole, rank // 2), use_distributed_optimizer=True)
 
     pipeline.world.run(program)
-
-
-@pytest.mark.parametrize(("pairs", "is_right"), [("pp", True), ("embd", False)])
-def test_summing_owned_slices_over_ranks_that_own_other_ones_gives_other_gradients(pairs, is_right):
-    """The naive way of issue 844, which the test above refuses; over ranks that own the same slices it is right."""
-    pipeline = crossed(Pipeline())
-
-    def program(rank):
-        stage = Stage(pipeline.whole, rank // 2)
-        groups = ParallelGroups({"dense": pipeline.dp[rank]}, step_group=pipeline.world.communicator(rank))
-        ddp = DistributedDataParallel(stage, DistributedDataParallelConfig(use_distributed_optimizer=True), groups=groups)
-        with torch.no_grad():
-            stage.get_parameter(TIED[rank // 2]).copy_(pipeline.whole.embedding.weight)
-        pipeline.backward(rank, ddp, tokens_of(0, 0, rank % 2), mean_loss)
-        ddp.finish_grad_sync()
-        (buffer,) = ddp.param_and_grad_buffers
-        slot = buffer.layout.params[TIED[rank // 2]]
-        shard = buffer.grad_data[slot.start : slot.start + 128].chunk(2)[rank % 2]  # 66 elements have a bucket of 128
-        getattr(pipeline, pairs)[rank].launch([AllReduce(shard)], label="naive").wait()
-        return shard[: (64, 2)[rank % 2]]
-
-    owned = pipeline.world.run(program)
-    (sum(mean_loss(pipeline.whole(tokens), tokens) for tokens in (tokens_of(0, 0, 0), tokens_of(0, 0, 1))) / 2).backward()
-    expected = pipeline.whole.embedding.weight.grad.flatten().split(64)
-
-    for rank, values in enumerate(owned):
-        assert torch.allclose(values, expected[rank % 2], rtol=1e-4, atol=1e-6) == is_right
 
 
 def test_tied_weights_in_different_groups_of_the_optimizers_are_refused():
@@ -555,27 +505,29 @@ def test_tied_weights_in_different_groups_of_the_optimizers_are_refused():
         assert "embedding.weight in group 1" in text
 
 
-def test_tied_weights_of_different_dtypes_are_refused():
+def in_another_order(stage):
+    if stage.is_last:
+        stage.head.weight.data = torch.zeros(6, 11).T
+
+
+UNLIKE = {
+    "dtypes": (lambda stage: stage if stage.is_last else stage.bfloat16(), "bfloat16 with gradients of float32"),
+    "memory orders": (in_another_order, r"of shape \(11, 6\) float32 strides 1 11 with"),  # what is summed are the flat buffers
+    "frozen on one stage": (
+        lambda stage: tied_weight(stage).requires_grad_(not stage.is_last),
+        r"embedding\.weight at \(0, 0\) of shape \(11, 6\) float32 frozen",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "match"), UNLIKE.values(), ids=UNLIKE)
+def test_tied_weights_that_differ_between_stages_are_refused(change, match):
     pipeline = Pipeline()
 
     def program(rank):
         stage = Stage(pipeline.whole, rank // 2)
-        stage.to(torch.bfloat16 if rank < 2 else torch.float32)
-        with pytest.raises((LayoutMismatchError, PeerFailedError), match="bfloat16 with gradients of float32"):
-            pipeline.wrap(rank, stage, use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-
-    pipeline.world.run(program)
-
-
-def test_tied_weights_in_different_memory_orders_are_refused():
-    """What is summed are the flat buffers."""
-    pipeline = Pipeline()
-
-    def program(rank):
-        stage = Stage(pipeline.whole, rank // 2)
-        if rank >= 2:
-            stage.head.weight.data = torch.zeros(6, 11).T
-        with pytest.raises((LayoutMismatchError, PeerFailedError), match=r"of shape \(11, 6\) float32 strides 1 11 with"):
+        change(stage)
+        with pytest.raises((LayoutMismatchError, PeerFailedError), match=match):
             pipeline.wrap(rank, stage, use_distributed_optimizer=True)
 
     pipeline.world.run(program)
@@ -612,43 +564,19 @@ def tied_weight(stage):
     return stage.get_parameter(TIED[stage.is_last])
 
 
-def test_a_frozen_tied_weight_is_that_of_the_first_stage():
+def test_a_frozen_tied_weight_is_that_of_the_first_stage_and_is_tied_again_when_it_is_unfrozen():
     pipeline = Pipeline()
 
     def program(rank):
         stage = Stage(pipeline.whole, rank // 2)
         tied_weight(stage).requires_grad_(False).fill_(rank)
-        pipeline.wrap(rank, stage, use_distributed_optimizer=True)
-        return tied_weight(stage).unique().tolist()
-
-    assert pipeline.world.run(program) == [[0.0]] * 4
-
-
-def test_a_tied_weight_that_is_unfrozen_is_tied_by_the_rebuild():
-    pipeline = Pipeline()
-
-    def program(rank):
-        stage = Stage(pipeline.whole, rank // 2)
-        tied_weight(stage).requires_grad_(False)
         ddp = pipeline.wrap(rank, stage, use_distributed_optimizer=True)
-        tied_weight(stage).fill_(rank).requires_grad_()
+        frozen = tied_weight(stage).unique().tolist()
+        tied_weight(stage).fill_(10.0 + rank).requires_grad_()
         ddp.rebuild()
-        return tied_weight(stage).unique().tolist()
+        return frozen, tied_weight(stage).unique().tolist()
 
-    assert pipeline.world.run(program) == [[0.0]] * 4
-
-
-def test_a_tied_weight_that_only_one_stage_has_frozen_is_refused():
-    pipeline = Pipeline()
-
-    def program(rank):
-        stage = Stage(pipeline.whole, rank // 2)
-        tied_weight(stage).requires_grad_(rank < 2)
-        with pytest.raises((LayoutMismatchError, PeerFailedError)) as caught:
-            pipeline.wrap(rank, stage, use_distributed_optimizer=True)
-        return str(caught.value)
-
-    assert all("embedding.weight at (0, 0) of shape (11, 6) float32 frozen" in text for text in pipeline.world.run(program))
+    assert pipeline.world.run(program) == [([0.0], [10.0])] * 4
 
 
 def test_an_expanded_frozen_tied_weight_is_written_through_its_memory():

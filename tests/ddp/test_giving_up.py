@@ -2,16 +2,11 @@
 
 import pytest
 import torch
-from loop_ranks import Ranks, Weights, main_grads
+from loop_ranks import Ranks, Weights, main_grads, optimizer_of
 
-import megabucket as mb
 from megabucket.errors import MegabucketError, PeerFailedError
 from megabucket.trace.recorder import Recorder
 
-UNKNOWN = (
-    "an exception that autograd keeps to itself; it stands in the log of that rank, and would stand here inside "
-    "`with ddp.step():`"
-)
 DROPPED = "The step was dropped on all ranks; its gradients are forgotten, and the next step may run."
 FAULTY = 1
 MODES = [(sharded, overlaps) for sharded in (False, True) for overlaps in (True, False)]
@@ -27,11 +22,6 @@ class Pair(torch.nn.Module):
 
     def forward(self):
         return self.w.sum() + self.v.sum()
-
-
-def optimizer_of(ddp):
-    sgd = torch.optim.SGD(ddp.parameters(), lr=1.0)
-    return mb.DistributedOptimizer(sgd, ddp) if ddp.ddp_config.use_distributed_optimizer else sgd
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # the failure is told by a destructor

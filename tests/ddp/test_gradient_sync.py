@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from loop_ranks import Ranks, Weights, grads, main_grads
+from sync_ranks import Boom
 from torch.utils.checkpoint import checkpoint
 
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig
@@ -43,42 +44,6 @@ class TestMean:
             results = ranks.run(lambda rank, ddp: (step(rank, ddp), ddp.zero_grad())[0])
             # mean of 6 * rank: 0, 3 or 6
             assert results == [{"a": 3.0 * (size - 1), "b": 6.0, "c": 6.0 * (size - 1), "d": 0.0}] * size
-
-    def test_the_sum_is_left_undivided_on_request(self):
-        ranks = Ranks(2, Weights("a"), grad_reduction="sum")
-
-        results = ranks.run(lambda rank, ddp: (ddp(a=rank + 1).backward(), grads(ddp.module))[1])
-
-        assert results == [{"a": 3.0}] * 2
-
-    def test_a_mean_taken_in_the_collective_is_the_same_mean(self):
-        ranks = Ranks(2, Weights("a"), average_in_collective=True)
-
-        results = ranks.run(lambda rank, ddp: (ddp(a=4 * rank).backward(), grads(ddp.module))[1])
-
-        assert results == [{"a": 2.0}] * 2
-        assert "bucket 0 [all_reduce avg of 128 x float32]" in ranks.world.schedule(0)
-
-    def test_calling_the_inner_module_trains_just_as_well(self):
-        ranks = Ranks(2, Weights("a"))
-
-        results = ranks.run(lambda rank, ddp: (ddp.module(a=4 * rank).backward(), grads(ddp.module))[1])
-
-        assert results == [{"a": 2.0}] * 2
-
-    def test_plain_torch_loops_need_no_call_of_the_wrapper(self):
-        ranks = Ranks(2, Weights("ab"), **PER_VECTOR)
-
-        def train(rank, ddp):
-            optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
-            for step in range(4):
-                optimizer.zero_grad()
-                ddp(a=rank + step, b=2).backward()
-                optimizer.step()
-            return ddp.module.a[0].item(), ddp.module.b[0].item()
-
-        # a: 1 - (0.5 + 1.5 + 2.5 + 3.5), b: 1 - 4 * 2
-        assert ranks.run(train) == [(-7.0, -7.0)] * 2
 
     def test_one_process_needs_no_process_group(self, monkeypatch):
         monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -130,35 +95,6 @@ class TestAccumulationAsInTorch:
             ddp(a=1, b=1).backward()
 
         assert (caught.value.params, caught.value.phase) == (("b",), "already reduced")
-
-    def test_an_undivided_sum_starts_anew_after_zero_grad_of_a_plain_optimizer(self):
-        ranks = Ranks(2, Weights("ab"), grad_reduction="sum", **PER_VECTOR)
-
-        def two_steps(rank, ddp):
-            optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
-            ddp(a=1, b=1).backward()
-            optimizer.zero_grad()
-            ddp(a=rank, b=5).backward()
-            return grads(ddp.module)
-
-        assert ranks.run(two_steps) == [{"a": 1.0, "b": 10.0}] * 2
-
-    def test_a_gradient_set_by_the_caller_is_accumulated_on(self):
-        ranks = Ranks(2, Weights("a"))
-
-        def step(rank, ddp):
-            ddp.module.a.grad = torch.full((100,), 10.0 * rank)
-            ddp(a=2).backward()
-            return grads(ddp.module)
-
-        assert ranks.run(step) == [{"a": 7.0}] * 2  # (0 + 2 + 10 + 2) / 2
-
-    def test_a_gradient_from_before_wrapping_is_reduced_with_the_first_step(self):
-        ranks = Ranks(2, Weights("a"), prepare=lambda rank, module: module(a=8 * rank).backward())
-
-        results = ranks.run(lambda _, ddp: (ddp(a=1).backward(), grads(ddp.module))[1])
-
-        assert results == [{"a": 5.0}] * 2  # (0 + 1 + 8 + 1) / 2
 
     def test_a_gradient_from_before_wrapping_is_not_stepped_on_before_it_is_reduced(self):
         model = Weights("a")
@@ -220,22 +156,6 @@ class TestNoSync:
 
         assert ranks.run(step) == [{"a": 2.0}] * 2
 
-    def test_a_different_number_of_microbatches_in_every_step_is_right(self):
-        ranks = Ranks(2, Weights("ab"), **PER_VECTOR)
-
-        def steps(rank, ddp):
-            found = []
-            for num_microbatches in (2, 1, 3):
-                for _ in range(num_microbatches - 1):
-                    with ddp.no_sync():
-                        ddp(a=2 * rank, b=1).backward()
-                ddp(a=2 * rank, b=1).backward()
-                found.append(grads(ddp.module))
-                ddp.zero_grad()
-            return found
-
-        assert ranks.run(steps) == [[{"a": float(n), "b": float(n)} for n in (2, 1, 3)]] * 2
-
 
 class TestSchedule:
     def test_buckets_go_out_in_order_although_every_rank_uses_its_layers_in_another(self):
@@ -269,27 +189,6 @@ class TestSchedule:
         # The gradient of b comes first, because a was used first; its bucket is in flight when that of a is computed.
         assert seen[0] == ["accumulating", "accumulating"]
         assert seen[-1] == ["in flight", "accumulating"]
-
-    def test_a_parameter_that_stays_without_gradients_does_not_keep_the_others_from_being_sent_in_order(self):
-        ranks = Ranks(2, Weights("abc"), unused_parameters="zero", **PER_VECTOR)
-
-        def step(rank, ddp):
-            ddp(a=2 * rank, c=1).backward()
-            return grads(ddp.module)
-
-        for _ in range(2):
-            results = ranks.run(lambda rank, ddp: (step(rank, ddp), ddp.zero_grad())[0])
-            assert results == [{"a": 1.0, "b": 0.0, "c": 1.0}] * 2
-
-    def test_without_overlap_everything_is_launched_when_it_is_finished(self):
-        ranks = Ranks(1, Weights("ab"), finish="explicit", overlap_grad_reduce=False, **PER_VECTOR)
-        (ddp,) = ranks.ddps
-
-        for _ in range(2):
-            ddp(a=1, b=1).backward()
-            assert [group.grad_phase.value for group in ddp.bucket_groups] == ["accumulating"] * 2
-            ddp.finish_grad_sync()
-            ddp.zero_grad()
 
     def test_one_group_for_all_buckets_sends_them_as_one_batch(self):
         ranks = Ranks(2, Weights("ab"), bucket_groups="single", **PER_VECTOR)
@@ -326,43 +225,6 @@ class TestUnusedParameters:
             assert (error.ranks, error.num_ranks, error.params) == ((0, 1), 2, ("c", "b"))
             assert (error.step, error.bucket, error.num_buckets) == (num_steps_before, 1, 4)
 
-    @pytest.mark.parametrize("clear", [lambda ddp: ddp.zero_grad(), lambda _: None], ids=["zero_grad", "nothing"])
-    def test_the_step_after_that_error_is_right(self, clear):
-        ranks = Ranks(2, Weights("ab"), **PER_VECTOR)
-
-        def steps(rank, ddp):
-            with pytest.raises(UnusedParameterError):
-                ddp(a=50).backward()
-            clear(ddp)
-            ddp(a=2 * rank, b=1).backward()
-            return grads(ddp.module)
-
-        assert ranks.run(steps) == [{"a": 1.0, "b": 1.0}] * 2
-
-    def test_unused_on_one_rank_only_is_an_error_on_all_ranks_with_the_same_text(self):
-        ranks = Ranks(3, Weights("ab"), **PER_VECTOR)
-
-        def step(rank, ddp):
-            with pytest.raises(UnusedParameterError, match="'b' got no gradient on rank 1 of 3 ranks") as caught:
-                ddp(a=1, **({} if rank == 1 else {"b": 6})).backward()
-            return caught.value.ranks, caught.value.params, str(caught.value), grads(ddp.module)
-
-        first, *others = ranks.run(step)
-
-        assert others == [first] * 2
-        assert (first[0], first[1], first[3]) == ((1,), ("b",), {"a": None, "b": None})
-
-    def test_a_parameter_used_in_one_microbatch_only_is_used(self):
-        ranks = Ranks(2, Weights("ab"), **PER_VECTOR)
-
-        def step(rank, ddp):
-            with ddp.no_sync():
-                ddp(a=1, b=4 * rank).backward()
-            ddp(a=1).backward()
-            return grads(ddp.module)
-
-        assert ranks.run(step) == [{"a": 2.0, "b": 2.0}] * 2
-
     def test_one_whose_gradient_was_cleared_in_the_middle_of_the_step_is_unused(self):
         ddp = wrap(Weights("ab"), **PER_VECTOR)
         with ddp.no_sync():
@@ -382,17 +244,6 @@ class TestUnusedParameters:
             ddp(a=1).backward()
 
         assert caught.value.params == ("b",)
-
-    def test_with_zero_it_gets_a_gradient_of_zero_and_never_a_stale_one(self):
-        ranks = Ranks(2, Weights("ab"), unused_parameters="zero", **PER_VECTOR)
-
-        def steps(rank, ddp):
-            ddp(a=7, b=7).backward()
-            ddp.zero_grad()
-            ddp(a=7).backward()
-            return grads(ddp.module)
-
-        assert ranks.run(steps) == [{"a": 7.0, "b": 0.0}] * 2
 
 
 class TestLateGradients:
@@ -425,27 +276,6 @@ class TestLateGradients:
 
         assert (caught.value.params, caught.value.phase) == (("b",), "already reduced")
         assert ddp.last_error is caught.value
-
-    def test_late_on_one_rank_only_is_an_error_on_all_ranks_with_the_same_text(self):
-        ranks = Ranks(2, Weights("ab"), use_distributed_optimizer=True, **PER_VECTOR)
-
-        def steps(rank, ddp):
-            ddp(a=1, b=1).backward()
-            ddp.finish_grad_sync()
-            ddp.zero_grad()
-            with ddp.no_sync():  # both ranks run two backwards; that the first one is sent early is the fault of rank 1
-                ddp(a=1, b=1).backward()
-            if rank == 1:
-                ddp.start_grad_sync()
-            ddp(a=1, b=1).backward()
-            with pytest.raises(LateGradientError) as caught:
-                ddp.finish_grad_sync()
-            return caught.value.rank, caught.value.params, caught.value.phase, str(caught.value)
-
-        first, second = ranks.run(steps)
-
-        assert first == second
-        assert first[:3] == (1, ("b", "a"), "in flight")
 
     @pytest.mark.parametrize("clear", [lambda ddp: ddp.zero_grad(), lambda _: None], ids=["zero_grad", "nothing"])
     def test_the_step_after_it_is_right_and_overlaps_again(self, clear):
@@ -518,20 +348,6 @@ class TestExplicitFinish:
 
         assert ranks.run(step) == [(["in flight"] * 2, {"a": 2.0, "b": 2.0})] * 2
 
-    @pytest.mark.parametrize("finish", ["auto", "explicit"])
-    def test_finishing_twice_reduces_once(self, finish):
-        ranks = Ranks(2, Weights("a"), finish=finish)
-
-        def step(rank, ddp):
-            ddp(a=4 * rank).backward()
-            ddp.finish_grad_sync()
-            ddp.finish_grad_sync()
-            ddp.start_grad_sync()
-            return grads(ddp.module)
-
-        assert ranks.run(step) == [{"a": 2.0}] * 2
-        assert ranks.schedule() == ["bucket 0", "fence"]
-
     def test_gradients_written_by_hand_into_zeroed_buffers_are_reduced(self):
         ranks = Ranks(2, Weights("ab"), **PER_VECTOR)
 
@@ -597,18 +413,6 @@ class TestExplicitFinish:
         assert ranks.schedule(0) == ranks.schedule(1)
 
 
-class Boom(torch.autograd.Function):
-    """The identity, whose backward fails."""
-
-    @staticmethod
-    def forward(_, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(*_):
-        raise KeyError("boom")
-
-
 CLEAR = {
     "nothing": lambda *_: None,
     "wrapper": lambda ddp, _: ddp.zero_grad(),
@@ -650,22 +454,6 @@ class TestErrorInBackward:
 
         more = float(microbatches - 1)
         assert ranks.run(steps) == [[{"a": 2.0 + more, "b": 1.0 + more, "c": 2.0 + more}] * 2] * 2
-
-    def test_with_reduce_scatter_the_next_step_is_right(self):
-        ranks = Ranks(2, Weights("ab"), use_distributed_optimizer=True, **PER_VECTOR)
-
-        def steps(rank, ddp):
-            for _ in range(2):
-                ddp(a=1, b=1).backward()
-                ddp.finish_grad_sync()
-                ddp.zero_grad()
-            self.failing_backward(ddp, a=100, b=100)
-            ddp.zero_grad()
-            ddp(a=2, b=6 * rank).backward()
-            ddp.finish_grad_sync()
-            return [ddp.module.a.main_grad[64 * rank].item(), ddp.module.b.main_grad[64 * rank].item()]
-
-        assert ranks.run(steps) == [[2.0, 3.0]] * 2
 
     @pytest.mark.parametrize("clear", CLEAR.values(), ids=CLEAR)
     def test_what_a_failed_backward_had_counted_completes_no_bucket_of_the_next_one(self, clear):
@@ -743,41 +531,6 @@ class TestErrorInBackward:
 
 
 class TestOtherUsesOfAutograd:
-    def test_gradients_for_inputs_start_no_step(self):
-        ranks = Ranks(1, torch.nn.Linear(3, 2))
-        (ddp,) = ranks.ddps
-        x = torch.ones(1, 3, requires_grad=True)
-
-        (gradient,) = torch.autograd.grad(ddp(x).sum(), x)
-
-        assert torch.equal(gradient[0], ddp.module.weight.detach().sum(dim=0))
-        assert ddp.module.weight.grad is None
-        assert not ddp.sync.is_reduced
-
-    def test_a_step_after_gradients_for_inputs_is_right(self):
-        ranks = Ranks(2, Weights("a"))
-
-        def step(rank, ddp):
-            torch.autograd.grad(ddp(a=50), ddp.module.a)
-            ddp(a=4 * rank).backward()
-            return grads(ddp.module)
-
-        assert ranks.run(step) == [{"a": 2.0}] * 2
-
-    @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-    def test_a_differentiable_backward_is_reduced_by_value(self):
-        ranks = Ranks(2, Weights("a"))
-
-        def steps(rank, ddp):
-            found = []
-            for _ in range(2):
-                ddp(a=4 * rank).backward(create_graph=True)
-                found.append(grads(ddp.module))
-                ddp.zero_grad()
-            return found
-
-        assert ranks.run(steps) == [[{"a": 2.0}] * 2] * 2
-
     def test_a_parameter_among_the_outputs_collects_no_hooks(self):
         class Revealing(Weights):
             def forward(self, **factors):
@@ -802,17 +555,6 @@ class TestOtherUsesOfAutograd:
         results = ranks.run(lambda rank, ddp: (ddp(a=4 * rank)["loss"][0].backward(), grads(ddp.module))[1])
 
         assert results == [{"a": 2.0}] * 2
-
-    def test_an_evaluation_without_gradients_changes_nothing(self):
-        ranks = Ranks(2, Weights("a"))
-
-        def step(rank, ddp):
-            with torch.no_grad():
-                ddp(a=1)
-            ddp(a=4 * rank).backward()
-            return grads(ddp.module)
-
-        assert ranks.run(step) == [{"a": 2.0}] * 2
 
 
 class TestScaleGradients:
@@ -858,18 +600,6 @@ class TestClearing:
 
         assert ddp.param_and_grad_buffers[0].grad_data.count_nonzero() == 0
 
-    def test_clearing_in_the_middle_of_a_step_starts_a_right_one(self):
-        ranks = Ranks(2, Weights("ab"), **PER_VECTOR)
-
-        def step(rank, ddp):
-            with ddp.no_sync():
-                ddp(a=50, b=50).backward()
-            ddp.zero_grad()
-            ddp(a=4 * rank, b=1).backward()
-            return grads(ddp.module)
-
-        assert ranks.run(step) == [{"a": 2.0, "b": 1.0}] * 2
-
     @pytest.mark.parametrize("reduction", ["mean", "sum"])
     def test_what_went_wrong_with_forgotten_gradients_is_forgotten_too(self, reduction):
         ranks = Ranks(2, Weights("ab"), grad_reduction=reduction, **PER_VECTOR)
@@ -912,17 +642,3 @@ class TestClearing:
             return caught.value.by_rank
 
         assert ranks.run(steps) == [(0, 1)] * 2
-
-    def test_clearing_what_is_in_flight_completes_the_schedule_first(self):
-        ranks = Ranks(2, Weights("ab"), finish="explicit", completion="manual", **PER_VECTOR)
-
-        def step(rank, ddp):
-            ddp(a=50, b=50).backward()
-            ddp.start_grad_sync()
-            ddp.zero_grad()
-            ddp(a=4 * rank, b=1).backward()
-            ddp.finish_grad_sync()
-            return grads(ddp.module)
-
-        assert ranks.run(step) == [{"a": 2.0, "b": 1.0}] * 2
-        assert ranks.schedule(0) == ranks.schedule(1) == ["bucket 0", "bucket 1", "fence"] * 2

@@ -82,9 +82,6 @@ class GradientSyncMachine(RuleBasedStateMachine):
     def pair(self, index):
         return self.ranks[index % len(self.ranks)], self.expected[index % len(self.ranks)]
 
-    def only_ranks(self, order):
-        return [at for at in order if at < len(self.ranks)]
-
     def amount_of(self, amount):
         return amount if math.isinf(amount) else Fraction(amount * (len(self.ranks) if self.averages else 1))  # whole means
 

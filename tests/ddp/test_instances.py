@@ -30,7 +30,6 @@ from megabucket.errors import (
     ReplicasDivergedError,
     UnusedParameterError,
 )
-from megabucket.layout import shard_slices
 from megabucket.testing import LoopbackWorld
 
 SHARDED = {"use_distributed_optimizer": True}
@@ -174,48 +173,6 @@ def test_another_divisor_divides_the_sum_over_all_replicas():
     assert grid.run(program) == [pytest.approx(4 / 5)] * 4
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.parametrize("averages", [False, True])
-@pytest.mark.parametrize("num_instances", [1, 2, 4])
-def test_after_the_sync_of_a_buffer_of_ones_the_shards_of_each_rank_hold_ones(num_instances, averages, overlaps):
-    """Megatron's test_grad_sync with the distributed optimizer: the mean of ones is 1 wherever a rank owns a gradient."""
-    replicas = [list(range(first, first + 4 // num_instances)) for first in range(0, 4, 4 // num_instances)]
-    grid = Grid(replicas)
-
-    def program(rank):
-        ddp = grid.wrap(rank, Net(), average_in_collective=averages, overlap_grad_reduce=overlaps)
-        sum(param.sum() for param in ddp.module.parameters()).backward()
-        ddp.finish_grad_sync()
-        shards = [shard for group in ddp.bucket_groups for shard in group.grad_shards]
-        layout = ddp.param_and_grad_buffers[0].layout
-        own = [shard_slices(layout, bucket=group.index, rank=grid.inside[rank].rank) for group in ddp.bucket_groups]
-        num_ones = [int((shard == 1).sum()) for shard in shards]
-        return num_ones == [sum(piece.in_param.numel for piece in pieces) for pieces in own] and len(shards) == 3
-
-    assert grid.run(program) == [True] * 4
-
-
-@pytest.mark.parametrize("num_instances", [1, 2])
-def test_the_shards_of_each_replica_cover_every_parameter_once(num_instances):
-    """Megatron's test_optimizer_shards_cover_every_param: a layout cut for all ranks would leave shards without an owner."""
-    replicas = GRIDS[2, 2] if num_instances == 2 else GRIDS[1, 4]
-    grid = Grid(replicas)
-
-    def program(rank):
-        ddp = grid.wrap(rank, Net())
-        optimizer = DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1), ddp)
-        return [piece for shard in optimizer.sharding.shards for piece in shard.pieces()]
-
-    pieces = grid.run(program)
-    for replica in replicas:
-        for name, param in Net().named_parameters():
-            owned = sorted(
-                (one.in_param for rank in replica for one in pieces[rank] if one.param == name), key=lambda one: one.start
-            )
-            assert [span.start for span in owned] == [0, *(span.stop for span in owned[:-1])]
-            assert owned[-1].stop == param.numel()
-
-
 # Training #
 
 
@@ -247,34 +204,6 @@ def test_training_with_replicas_is_that_of_one_group_of_all_ranks(shape, config)
             torch.testing.assert_close(values, results[0][1][name], rtol=0, atol=0)  # the replicas stay equal bit by bit
             moved = (expected[0][1][name] - initial[name]).abs().max()
             assert (values - expected[0][1][name]).abs().max() <= 1e-4 * moved, name
-
-
-@pytest.mark.parametrize("fields", [{}, {"average_in_collective": True}], ids=str)
-def test_weights_are_those_of_one_group_bit_by_bit_where_sums_are_exact(fields):
-    """Floating-point addition does not associate: two sums of two are not one sum of four. Of small integers they are."""
-
-    def program(ddp, rank):
-        optimizer = DistributedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=1e-2), ddp)
-        for step in range(3):
-            generator = torch.Generator().manual_seed(10 * step + rank)
-            weights = [torch.randint(-8, 8, param.shape, generator=generator).float() for param in ddp.module.parameters()]
-            sum((param * weight).sum() for param, weight in zip(ddp.module.parameters(), weights, strict=True)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return values_of(ddp.module)
-
-    grid, world = grid_of(2, 2), LoopbackWorld(4, timeout_s=20)
-    models = [Net() for _ in range(8)]
-    config = DistributedDataParallelConfig(bucket_size=40, **SHARDED, **fields)
-    plain = world.run(
-        lambda rank: program(DistributedDataParallel(models[rank], config, communicator=world.communicator(rank)), rank)
-    )
-
-    results = grid.run(lambda rank: program(grid.wrap(rank, models[4 + rank], **fields), rank))
-
-    for weights in results:
-        for name, values in weights.items():
-            torch.testing.assert_close(values, plain[0][name], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("has_norm_group", [False, True])

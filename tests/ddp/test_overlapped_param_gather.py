@@ -87,23 +87,6 @@ def test_training_goes_on_without_any_call():
     assert ranks.run(steps) == [[[-5.0]] * 3] * 2  # -1 - 2 * 2
 
 
-READERS = {
-    "state_dict of the wrapper": lambda ddp: ddp.state_dict()["layers.0.w"],
-    "state_dict of the module": lambda ddp: ddp.module.state_dict()["layers.0.w"],
-    "state_dict of a layer": lambda ddp: ddp.module.layers[0].state_dict()["w"],
-    "finish_param_sync": lambda ddp: (ddp.finish_param_sync(), ddp.module.layers[0].w)[1],
-    "start_param_sync by force": lambda ddp: (ddp.start_param_sync(force_sync=True), ddp.module.layers[0].w)[1],
-    "detach": lambda ddp: ddp.detach().layers[0].w,
-}
-
-
-@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
-def test_whoever_reads_parameters_sees_the_values_of_all_ranks(read):
-    ranks = ranks_after_a_step()
-
-    assert ranks.run(lambda _, ddp: read(ddp).unique().tolist()) == [[-1.0]] * 2
-
-
 @pytest.mark.parametrize("which", ["wrapper", "module", "layer"])
 def test_loaded_values_are_not_overwritten_by_a_gather_that_arrives_later(which):
     ranks = ranks_after_a_step()
@@ -146,17 +129,3 @@ def test_a_tied_parameter_is_waited_for_by_every_layer_that_uses_it():
         return ddp.module.layers[2].w.unique().tolist()
 
     assert ranks.run(program) == [[-1.0]] * 2  # 1 - 2 * mean(0, 2)
-
-
-def test_gathering_again_without_a_step_changes_nothing():
-    ranks = ranks_after_a_step()
-
-    def gather_twice(rank, ddp):
-        ddp.start_param_sync()
-        ddp.start_param_sync()
-        ddp.finish_param_sync()
-        ddp.start_param_sync()
-        ddp.finish_param_sync()
-        return ddp.module.layers[1].w.unique().tolist()
-
-    assert ranks.run(gather_twice) == [[-1.0]] * 2

@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from loop_ranks import Ranks, Weights, grads, main_grads
+from loop_ranks import Ranks, Weights, grads, main_grads, optimizer_of
 
 import megabucket as mb
 from megabucket.errors import (
@@ -29,11 +29,6 @@ SAME = (
     "for an optimizer's checkpoint that was loaded on one rank only."
 )
 DROPPED = "The step was dropped on all ranks; its gradients are forgotten, and the next step may run."
-
-
-def optimizer_of(ddp, lr=1.0):
-    sgd = torch.optim.SGD(ddp.parameters(), lr=lr)
-    return mb.DistributedOptimizer(sgd, ddp) if ddp.ddp_config.use_distributed_optimizer else sgd
 
 
 def weights(ddp):
@@ -393,30 +388,6 @@ class TestHyperparameters:
         assert [errors[:2] for errors in results] == [[None, None]] * 2
         error = the_error([errors[2] for errors in results])
         assert "hyperparameters of the last update (scale_gradients()) differ between ranks: 0.25 on rank 0; 1.25" in str(error)
-
-    def test_two_optimizers_may_step_in_any_order(self):
-        ranks = Ranks(2, Weights("ab"))
-
-        def run(rank, ddp):
-            both = [torch.optim.SGD([ddp.module.a], lr=1.0), torch.optim.SGD([ddp.module.b], lr=0.5)]
-            errors = []
-            for _ in range(2):
-                errors.append(caught(ddp(a=1.0, b=1.0).backward))
-                for optimizer in both if rank == 0 else reversed(both):
-                    optimizer.step()
-                ddp.zero_grad()
-            return errors
-
-        assert ranks.run(run) == [[None, None]] * 2
-
-    def test_how_an_update_is_computed_is_the_business_of_each_rank(self):
-        ranks = Ranks(2, Weights("ab"), use_distributed_optimizer=True)
-
-        def run(rank, ddp):
-            optimizer = mb.DistributedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=1.0, foreach=rank == 1), ddp)
-            return self.steps(ddp, optimizer)[0]
-
-        assert ranks.run(run) == [[None, None]] * 2
 
 
 class TestMakingTheOptimizer:

@@ -3,47 +3,22 @@
 import pytest
 import torch
 from loop_ranks import Ranks, Weights, main_grads
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from megabucket.buffer import GradPhase
-from megabucket.buffer.bucket_group import LARGE_BYTES, MOST_STAGED
-from megabucket.errors import PeerFailedError, PhaseError
-
-MANY = 3 * MOST_STAGED + 1
-
-
-class Counting(TorchDispatchMode):
-    """Counts calls of torch by name."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-    def count(self, name):
-        return self.calls.count(name)
+from megabucket.buffer.bucket_group import MOST_STAGED
+from megabucket.errors import PeerFailedError
 
 
 class Many(torch.nn.Module):
-    """Many small vectors and, if asked for, large ones between them."""
+    """Many small vectors."""
 
-    def __init__(self, num_small=MANY, num_large=0, dtype=torch.float32):
+    def __init__(self, num_small):
         super().__init__()
-        self.small = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(16, dtype=dtype)) for _ in range(num_small)])
-        self.large = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(LARGE_BYTES // 4 + 1)) for _ in range(num_large)])
+        self.small = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(16)) for _ in range(num_small)])
 
     def forward(self, factor=1.0):
-        large = [(param * factor).sum() for param in self.large]
-        return torch.stack([(param * factor).sum() for param in self.small] + large).sum()
-
-
-def stored(calls):
-    """How often gradients came into the buffer: one at a time, and many in one call."""
-    return calls.count("copy_"), calls.count("_foreach_copy_")
+        return torch.stack([(param * factor).sum() for param in self.small]).sum()
 
 
 def learned(ddp, **factors):
@@ -51,44 +26,6 @@ def learned(ddp, **factors):
     ddp(**factors).backward()
     ddp.finish_grad_sync()
     ddp.zero_grad()
-
-
-def counted_backward(ddp, *, factor=1.0):
-    loss = ddp(factor)
-    with Counting() as calls:
-        loss.backward()
-    return stored(calls)
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_group_of_small_parameters_is_stored_in_few_calls(sharded):
-    ranks = Ranks(1, Many(), use_distributed_optimizer=sharded)
-    (ddp,) = ranks.ddps
-
-    learned(ddp)
-    calls = counted_backward(ddp, factor=3.0)
-    ddp.finish_grad_sync()
-
-    assert calls == (0, 4)
-    assert all(torch.equal(param.main_grad, torch.full((16,), 3.0)) for param in ddp.module.small)
-
-
-def test_large_gradients_are_stored_at_once_with_what_waits():
-    (ddp,) = Ranks(1, Many(num_small=5, num_large=3)).ddps
-    learned(ddp)
-
-    assert counted_backward(ddp) == (0, 3)  # backward comes to the small ones first
-
-
-def test_gradients_that_only_accumulate_wait_too_and_are_shown_after_backward():
-    (ddp,) = Ranks(1, Many(num_small=10)).ddps
-    learned(ddp)
-
-    with ddp.no_sync():
-        assert counted_backward(ddp, factor=2.0) == (0, 1)
-        assert all(param.grad is param.main_grad for param in ddp.module.small)
-        assert counted_backward(ddp, factor=3.0) == (0, 0)  # autograd adds in place
-        assert all(param.main_grad[0] == 5 for param in ddp.module.small)
 
 
 def test_a_group_is_sent_with_its_last_gradient():
@@ -111,21 +48,6 @@ def test_a_group_is_sent_with_its_last_gradient():
 
     assert num_sent_at == {"c": 0, "d": 0, "b": 2, "a": 3}
     assert main_grads(ddp.module) == dict.fromkeys("abcd", 2.0)
-
-
-def test_who_has_a_hook_of_its_own_finds_the_gradient_in_main_grad():
-    (ddp,) = Ranks(1, Weights("abc")).ddps
-    learned(ddp, a=1.0, b=1.0, c=1.0)
-    seen = []
-    handle = ddp.module.b.register_post_accumulate_grad_hook(lambda param: seen.append(param.main_grad[0].item()))
-
-    ddp(a=2.0, b=3.0, c=4.0).backward()
-    handle.remove()
-    ddp.zero_grad()
-    ddp(a=5.0, b=6.0, c=7.0).backward()
-
-    assert seen == [3.0]
-    assert main_grads(ddp.module) == {"a": 5.0, "b": 6.0, "c": 7.0}
 
 
 def test_hooks_of_modules_find_all_gradients_that_have_come():
@@ -194,73 +116,6 @@ def test_a_second_gradient_is_not_added_to_what_waits_and_so_not_to_what_shares_
         ddp(2.0, 3.0).backward()
 
     assert [param.main_grad[0, 0].item() for param in ddp.parameters()] == [5.0, 5.0, 1.0]
-
-
-class Kernel(torch.autograd.Function):
-    """Adds 10 to ``main_grad`` as a fused kernel does that asks nobody; its input passes through."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.weight = weight
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.weight.main_grad.add_(10)
-        ctx.weight.grad_added_to_main_grad = True
-        return grad, torch.zeros_like(ctx.weight)
-
-
-class Tied(torch.nn.Module):
-    """A weight whose gradient comes from a kernel, in a part that is rerun, and by autograd, before or after it."""
-
-    def __init__(self, *, kernel_comes_first):
-        super().__init__()
-        self.kernel_comes_first = kernel_comes_first
-        for name in ("tied", "other", "last"):
-            self.register_parameter(name, torch.nn.Parameter(torch.ones(4)))
-
-    def forward(self):
-        x = self.other.sum() + self.last.sum()
-        if self.kernel_comes_first:
-            return checkpoint(lambda x: Kernel.apply(x, self.tied), x + (self.tied * 3).sum(), use_reentrant=True)
-        return checkpoint(lambda x: Kernel.apply(x, self.tied), x, use_reentrant=True) + (self.tied * 3).sum()
-
-
-def test_a_kernel_that_asks_nobody_and_autograd_after_it_share_a_weight():
-    (ddp,) = Ranks(1, Tied(kernel_comes_first=True)).ddps
-    for _ in range(4):
-        ddp.zero_grad_buffer()
-        ddp().backward()
-
-        assert [param.main_grad[0].item() for param in ddp.parameters()] == [13.0, 1.0, 1.0]
-
-
-def test_a_kernel_that_asks_nobody_is_refused_where_a_gradient_waits():
-    """The gradient would be taken for the dummy that the kernel hands to autograd, and dropped."""
-    (ddp,) = Ranks(1, Tied(kernel_comes_first=False)).ddps
-    for _ in range(4):
-        ddp.zero_grad_buffer()
-        with pytest.raises(PhaseError, match="a fused kernel added the gradient of 'tied' to main_grad"):
-            ddp().backward()
-
-
-def test_a_gradient_by_autograd_is_added_to_what_a_kernel_has_brought_in_another_microbatch():
-    (ddp,) = Ranks(1, Weights("ab")).ddps
-    learned(ddp, a=1.0, b=1.0)
-    weight = ddp.module.a
-    slot = weight.main_grad_slot()
-
-    with ddp.no_sync():
-        ddp(b=1.0).backward()
-    assert slot.prepare_kernel() == 0.0
-    weight.main_grad.fill_(10.0)
-    weight.grad = torch.empty(100)
-    slot.note_kernel(weight.grad)
-    slot.store()
-    ddp(a=3.0, b=1.0).backward()
-
-    assert main_grads(ddp.module) == {"a": 13.0, "b": 2.0}
 
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
@@ -403,19 +258,3 @@ def test_a_fault_that_is_found_only_when_waiting_gradients_are_stored_is_told_to
     assert (here, there) == (["PeerFailedError"], ["RuntimeError"])
     shown = first if not sharded else {"c": first["c"], "d": first["d"], "a": second["a"], "b": second["b"]}
     assert shown == {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}
-
-
-def test_the_place_of_a_gradient_that_waits_or_is_stored_is_not_offered_to_a_kernel():
-    (ddp,) = Ranks(1, Many(num_small=2 * MOST_STAGED)).ddps
-    learned(ddp)
-    slots = {id(slot.param): slot for slot in ddp.bucket_groups[0].slots}
-    small, offers = ddp.module.small, []
-    middle = small[0] * 1.0
-    # The gradients of the others have come: the first ones are stored, the last ones wait.
-    middle.register_hook(
-        lambda _: offers.extend(slots[id(param)].prepare_kernel() for param in (small[-1], small[1], small[0]))
-    )
-
-    sum([middle.sum()] + [(param * 1.0).sum() for param in small[1:]]).backward()
-
-    assert offers == [None, None, 0.0]

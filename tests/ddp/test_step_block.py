@@ -4,25 +4,14 @@ from contextlib import suppress
 
 import pytest
 import torch
-from loop_ranks import Ranks
+from loop_ranks import FailsInBackward, Ranks, optimizer_of
 
-import megabucket as mb
 from megabucket.errors import MegabucketError, PeerFailedError, PhaseError, ReplicasDivergedError
 
 DROPPED = "The step was dropped on all ranks; its gradients are forgotten, and the next step may run."
 CAUGHT = "(caught inside the `with ddp.step():` block, which cannot go on)"
 SIZE = 3
 FAULTY = 1
-
-
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(_, x):
-        return x * 1
-
-    @staticmethod
-    def backward(*_):
-        raise ValueError("boom")
 
 
 class Model(torch.nn.Module):
@@ -38,11 +27,6 @@ class Model(torch.nn.Module):
             raise ValueError("boom")
         a = self.a * x
         return (FailsInBackward.apply(a) if fault == "backward" else a).sum() + (self.b * x).sum()
-
-
-def optimizer_of(ddp):
-    sgd = torch.optim.SGD(ddp.parameters(), lr=1.0)
-    return mb.DistributedOptimizer(sgd, ddp) if ddp.ddp_config.use_distributed_optimizer else sgd
 
 
 def weights(ddp):

@@ -11,10 +11,9 @@ from fractions import Fraction
 
 import pytest
 import torch
-from loop_ranks import Ranks
+from loop_ranks import FailsInBackward, Ranks, optimizer_of
 from torch.utils.checkpoint import checkpoint
 
-import megabucket as mb
 from megabucket.ddp.step import GradSync
 from megabucket.errors import (
     DetachedGradError,
@@ -40,18 +39,26 @@ UNKNOWN = (
     "an exception that autograd keeps to itself; it stands in the log of that rank, and would stand here inside "
     "`with ddp.step():`"
 )
+SKIPPED = (
+    "Some rank has skipped or dropped a step that others have taken, so batches of different steps would be averaged. Make "
+    "every rank take every step: a rank that cannot use its batch calls abort_step(), and all drop the step together. A "
+    "forward that is not for training belongs under torch.no_grad() or module.eval()"
+)
+TRAINABILITY = (
+    "A frozen parameter keeps its place in the buffer and gets no gradient; the gradient of an unfrozen one is never reduced, "
+    "and replicas drift apart. Call ddp.rebuild() on every rank after changing requires_grad"
+)
+MOVED = (
+    "Something moved parameters after wrapping: .to(), .half(), .bfloat16(), load_state_dict(assign=True) or `param.data =`. "
+    "The optimizer would go on updating memory that the module does not read. Convert the module before wrapping and copy "
+    "values with param.copy_() under no_grad(); ddp.rebuild() takes the module as it is now"
+)
+CHANGED = (
+    "Gradients of parameters that are not in the buffers are never reduced, and the optimizer still holds the old ones. Call "
+    "ddp.rebuild() on every rank after changing the module"
+)
 SIZE = 3
 FAULTY = 1
-
-
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(_, x):
-        return x * 1
-
-    @staticmethod
-    def backward(*_):
-        raise ValueError("boom")
 
 
 class Model(torch.nn.Module):
@@ -164,22 +171,13 @@ EXPECTED = {
     "step skipped after forward": (
         StepMismatchError,
         (
-            "step 1: training forwards that no backward has reached differ between ranks: 0 on ranks 0, 2; 1 on"
-            " rank 1. Some rank has skipped or dropped a step that others have taken, so batches of different "
-            "steps would be averaged. Make every rank take every step: a rank that cannot use its batch calls "
-            "abort_step(), and all drop the step together. A forward that is not for training belongs under "
-            f"torch.no_grad() or module.eval(). {DROPPED}"
+            "step 1: training forwards that no backward has reached differ between ranks: 0 on ranks 0, 2; 1 on rank 1. "
+            f"{SKIPPED}. {DROPPED}"
         ),
     ),
     "batch skipped": (
         StepMismatchError,
-        (
-            "step 1: the caller's step numbers differ between ranks: 1 on ranks 0, 2; 2 on rank 1. Some rank "
-            "has skipped or dropped a step that others have taken, so batches of different steps would be "
-            "averaged. Make every rank take every step: a rank that cannot use its batch calls abort_step(), "
-            "and all drop the step together. A forward that is not for training belongs under torch.no_grad() "
-            f"or module.eval(). {DROPPED}"
-        ),
+        f"step 1: the caller's step numbers differ between ranks: 1 on ranks 0, 2; 2 on rank 1. {SKIPPED}. {DROPPED}",
     ),
     "force_all_reduce": (
         ScheduleMismatchError,
@@ -190,56 +188,33 @@ EXPECTED = {
     ),
     "frozen": (
         TrainabilityChangedError,
-        (
-            "step 1: after wrapping, rank 1 has frozen 'b' (requires_grad). A frozen parameter keeps its place "
-            "in the buffer and gets no gradient; the gradient of an unfrozen one is never reduced, and replicas"
-            f" drift apart. Call ddp.rebuild() on every rank after changing requires_grad. {DROPPED}"
-        ),
+        f"step 1: after wrapping, rank 1 has frozen 'b' (requires_grad). {TRAINABILITY}. {DROPPED}",
     ),
     "unfrozen": (
         TrainabilityChangedError,
-        (
-            "step 1: after wrapping, rank 1 has unfrozen 'frozen' (requires_grad). A frozen parameter keeps its"
-            " place in the buffer and gets no gradient; the gradient of an unfrozen one is never reduced, and "
-            f"replicas drift apart. Call ddp.rebuild() on every rank after changing requires_grad. {DROPPED}"
-        ),
+        f"step 1: after wrapping, rank 1 has unfrozen 'frozen' (requires_grad). {TRAINABILITY}. {DROPPED}",
     ),
     "half": (
         StorageMovedError,
         (
-            "step 1: on rank 1 parameters have left the buffer: 'a', 'b', 'c' (the first one is float16 on cpu "
-            "in memory of its own, expected float32 on cpu at its place). Something moved parameters after "
-            "wrapping: .to(), .half(), .bfloat16(), load_state_dict(assign=True) or `param.data =`. The "
-            "optimizer would go on updating memory that the module does not read. Convert the module before "
-            "wrapping and copy values with param.copy_() under no_grad(); ddp.rebuild() takes the module as it "
-            f"is now. {DROPPED}"
+            "step 1: on rank 1 parameters have left the buffer: 'a', 'b', 'c' (the first one is float16 on cpu in memory of "
+            f"its own, expected float32 on cpu at its place). {MOVED}. {DROPPED}"
         ),
     ),
     "data moved": (
         StorageMovedError,
         (
-            "step 1: on rank 1 parameters have left the buffer: 'b' (the first one is float32 on cpu in memory "
-            "of its own, expected float32 on cpu at its place). Something moved parameters after wrapping: "
-            ".to(), .half(), .bfloat16(), load_state_dict(assign=True) or `param.data =`. The optimizer would "
-            "go on updating memory that the module does not read. Convert the module before wrapping and copy "
-            f"values with param.copy_() under no_grad(); ddp.rebuild() takes the module as it is now. {DROPPED}"
+            "step 1: on rank 1 parameters have left the buffer: 'b' (the first one is float32 on cpu in memory of its own, "
+            f"expected float32 on cpu at its place). {MOVED}. {DROPPED}"
         ),
     ),
     "parameter replaced": (
         ParametersChangedError,
-        (
-            "step 1: after wrapping, rank 1 has replaced 'b'. Gradients of parameters that are not in the "
-            "buffers are never reduced, and the optimizer still holds the old ones. Call ddp.rebuild() on every"
-            f" rank after changing the module. {DROPPED}"
-        ),
+        f"step 1: after wrapping, rank 1 has replaced 'b'. {CHANGED}. {DROPPED}",
     ),
     "parameter added": (
         ParametersChangedError,
-        (
-            "step 1: after wrapping, rank 1 has added 'd'. Gradients of parameters that are not in the buffers "
-            "are never reduced, and the optimizer still holds the old ones. Call ddp.rebuild() on every rank "
-            f"after changing the module. {DROPPED}"
-        ),
+        f"step 1: after wrapping, rank 1 has added 'd'. {CHANGED}. {DROPPED}",
     ),
     "main_grad replaced": (
         DetachedGradError,
@@ -251,11 +226,6 @@ EXPECTED = {
     ),
 }
 MODES = [(sharded, overlaps) for sharded in (False, True) for overlaps in (True, False)]
-
-
-def optimizer_of(ddp):
-    sgd = torch.optim.SGD(ddp.parameters(), lr=1.0)
-    return mb.DistributedOptimizer(sgd, ddp) if ddp.ddp_config.use_distributed_optimizer else sgd
 
 
 def weights(ddp):
@@ -466,27 +436,6 @@ def test_a_distributed_optimizer_that_fails_on_one_rank_breaks_the_wrapper_on_al
         assert text.startswith("step 0: rank 1 stopped in optimizer.step(), with the others about to go on: ValueError: boom. ")
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_skip_step_takes_no_step_on_any_rank_and_says_why(sharded):
-    switches = {"use_distributed_optimizer": sharded, "nonfinite_gradients": "skip_step", "bucket_size": 1}
-    ranks = Ranks(SIZE, Model(), **switches)
-
-    def run(rank, ddp):
-        optimizer = optimizer_of(ddp)
-        error = attempt(rank, ddp, optimizer, "nan" if rank == FAULTY else None)
-        reason = ddp.sync.skip_reason
-        optimizer.zero_grad()
-        between = weights(ddp)
-        step(rank, ddp, optimizer)
-        return error, reason, between, weights(ddp)
-
-    for error, reason, between, at_end in ranks.run(run):
-        assert error is None
-        assert "the gradient of 'b' on rank 1 (bucket 1 of 3, counted from 0) has nan in 100 of 100 elements" in reason
-        assert between == dict.fromkeys("abc", 0)
-        assert at_end == dict.fromkeys("abc", -2)
-
-
 def test_without_the_fence_an_error_stays_on_its_rank():
     ranks = Ranks(2, Model(), fence=False, bucket_size=1)
 
@@ -530,15 +479,6 @@ def test_what_went_wrong_first_is_named_when_several_things_did():
         return str(ddp.last_error)
 
     assert ranks.run(run) == [f"step 0: rank 1 failed in forward: ValueError: boom. {DROPPED}"] * SIZE
-
-
-def test_a_step_number_must_be_a_number():
-    ddp = Ranks(1, Model()).ddps[0]
-
-    assert ddp.step_number is None
-    for wrong in (-1, True, 2**62):
-        with pytest.raises(mb.errors.ConfigError, match="step_number must be None or an integer"):
-            ddp.step_number = wrong
 
 
 def test_an_error_that_was_caught_cannot_be_stepped_on():
@@ -604,36 +544,6 @@ def test_a_gradient_zeroed_in_place_does_not_stand_in_for_one_that_never_came(fa
     for error in ranks.run(run):
         assert isinstance(error, UnusedParameterError)
         assert (error.params, set(error.ranks)) == (("b",), faulty_ranks)
-
-
-def test_gradients_that_one_rank_did_not_clear_are_named_on_all():
-    ranks = Ranks(SIZE, Model(), bucket_size=1)
-
-    def run(rank, ddp):
-        optimizer = optimizer_of(ddp)
-        step(rank, ddp, optimizer)
-        if rank != FAULTY:
-            optimizer.zero_grad()
-        return attempt(rank, ddp, optimizer, None), attempt(rank, ddp, optimizer, None), weights(ddp)
-
-    for error, last, at_end in ranks.run(run):
-        assert isinstance(error, StepMismatchError)
-        assert (
-            "steps begun without clearing the last gradients (zero_grad()) of 'c', 'b', 'a' differ between ranks: 0 on ranks "
-            "0, 2; 1 on rank 1" in str(error)
-        )
-        assert (last, at_end) == (None, dict.fromkeys("abc", -4))
-
-
-def test_gradients_that_no_rank_clears_accumulate_as_in_torch():
-    ranks = Ranks(SIZE, Model(), bucket_size=1)
-
-    def run(rank, ddp):
-        optimizer = optimizer_of(ddp)
-        return [attempt(rank, ddp, optimizer, None) for _ in range(2)], weights(ddp)
-
-    # 2, then 2 + 2.
-    assert ranks.run(run) == [([None, None], dict.fromkeys("abc", -6))] * SIZE
 
 
 def test_the_number_of_a_step_does_not_depend_on_where_its_fence_is():

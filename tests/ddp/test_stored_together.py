@@ -36,12 +36,3 @@ def test_whatever_comes_in_whatever_order_each_gradient_is_there_once(backwards,
         else:
             assert step(ddp, **factors) == expected
             expected = dict.fromkeys("abcdef", 0.0)
-
-
-def test_a_place_that_was_zeroed_on_purpose_is_added_to():
-    (ddp,) = Ranks(1, Weights()).ddps
-    learned(ddp)
-    ddp.zero_grad_buffer()
-    ddp.module.c.main_grad.fill_(10.0)
-
-    assert step(ddp, a=1.0, b=1.0, c=1.0, d=1.0) == {"a": 1.0, "b": 1.0, "c": 11.0, "d": 1.0}

@@ -6,10 +6,10 @@ import weakref
 
 import pytest
 import torch
-from loop_ranks import Ranks, Weights, grads, main_grads
+from loop_ranks import Ranks, Weights, grads
 
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megabucket.errors import LateGradientError, PhaseError
+from megabucket.errors import PhaseError
 
 SHARDED = {"use_distributed_optimizer": True}
 PER_VECTOR = {"bucket_size": 100}
@@ -121,24 +121,6 @@ class TestReduceScatter:
         # Per step a: 0.5 + 3, b: 4 + 2.
         assert ranks.run(program) == [([-6.0], [-11.0])] * 2
 
-    def test_a_second_backward_that_comes_too_late_is_named(self):
-        ranks = Ranks(2, Weights("ab"), **SHARDED, **PER_VECTOR)
-
-        def program(_, ddp):
-            optimizer = DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=1.0), ddp)
-            ddp(a=1, b=1).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            ddp(a=1, b=1).backward()
-            ddp(a=1, b=1).backward()
-            with pytest.raises(LateGradientError):
-                optimizer.step()
-            ddp(a=1, b=1).backward()
-            optimizer.step()
-            return ddp.module.a.unique().tolist()
-
-        assert ranks.run(program) == [[-1.0]] * 2
-
     def test_inside_no_sync_gradients_are_the_caller_s(self):
         ranks = Ranks(2, Weights("a"), **SHARDED)
 
@@ -173,20 +155,6 @@ class TestReduceScatter:
 
 
 class TestAllReduce:
-    def test_torch_clips_what_it_should(self):
-        ranks = Ranks(2, Weights("a"))
-
-        def program(rank, ddp):
-            optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
-            for _ in range(2):
-                ddp(a=6 * rank).backward()
-                norm = torch.nn.utils.clip_grad_norm_(ddp.parameters(), 15.0).item()
-                optimizer.step()
-                optimizer.zero_grad()
-            return norm, ddp.module.a.unique().tolist()
-
-        assert ranks.run(program) == [(30.0, [pytest.approx(-2.0)])] * 2
-
     @pytest.mark.parametrize("completion", ["immediate", "manual"])
     @pytest.mark.parametrize("starts", [False, True])
     def test_before_an_explicit_finish_it_is_refused_and_afterwards_right(self, starts, completion):
@@ -222,12 +190,3 @@ class TestAllReduce:
             return seen, ddp.module.a.unique().tolist()
 
         assert ranks.run(program) == [([{"a": None}, {"a": 1.0}], [0.0])] * 2
-
-    def test_main_grad_stays_what_it_is(self):
-        ranks = Ranks(2, Weights("a"), finish="explicit")
-
-        def program(rank, ddp):
-            ddp(a=rank + 1).backward()
-            return main_grads(ddp.module)
-
-        assert ranks.run(program) == [{"a": 1.0}, {"a": 2.0}]

@@ -446,14 +446,6 @@ class TestDetach:
 
         assert buffer() is None
 
-    def test_a_deepcopy_afterwards_is_a_plain_module(self):
-        _, before, ddp = self.wrapped()
-
-        twin = copy.deepcopy(ddp.detach())
-
-        assert hook_counts(twin) == before
-        twin(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
-
 
 class TestCopies:
     @pytest.mark.parametrize("switches", [{}, {**SHARDED, "overlap_param_gather": True}], ids=["all_reduce", "sharded"])
@@ -531,20 +523,6 @@ class TestTwoWrappers:
         assert not second.sync.is_reduced
         second.finish_grad_sync()
         assert grads(second.module) == {"a": 5.0}
-
-    def test_two_models_with_their_own_modes_train_beside_each_other(self):
-        pairs = [(Ranks(2, Weights("a"), **switches)) for switches in ({}, SHARDED)]
-        plain, sharded = pairs
-
-        def train(rank, ddp):
-            optimizer = DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=1.0), ddp)
-            for _ in range(2):
-                ddp(a=2 * rank).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            return ddp.module.a[0].item()
-
-        assert plain.run(train) == sharded.run(train) == [-1.0, -1.0]  # 1 - 2 * 1
 
     def test_a_second_wrapper_over_the_same_parameters_is_refused(self):
         model = Weights("abcdefg")
@@ -692,11 +670,6 @@ class TestArguments:
             ddp(torch.ones(1, 2)).sum().backward()
 
         assert "forward" in phases
-
-    def test_the_layout_is_the_same_on_every_rank_and_is_data(self):
-        ranks = Ranks(3, small_model(), bucket_size=10)
-
-        assert len({ddp.layout.fingerprint for ddp in ranks.ddps}) == 1
 
     def test_a_wrapper_without_a_config_all_reduces_with_overlap(self):
         ddp = DistributedDataParallel(Weights("a"))

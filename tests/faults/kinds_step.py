@@ -25,7 +25,6 @@ from .cells import (
     Expectation,
     Fault,
     Kind,
-    Mode,
     Recovery,
     named,
 )
@@ -369,7 +368,6 @@ def _odd(cell: Cell) -> Fault:
 _RAISE_PLACES = ("forward", "backward-0", "backward-1", "backward-3", "hook-1", "between", "optimizer")
 _NO_BLOCK = {"+block": "torch DDP has no step block"}
 _NO_POLICY = {"skip_step": "torch DDP has no policy for gradients that are not finite"}
-_ALL_REDUCE = tuple(combo for combo in PAIRS if combo.mode is Mode.ALL_REDUCE)
 _SOME = (*PAIRS, *EXPLICIT)
 
 STEP_KINDS = (

@@ -8,7 +8,6 @@ from typing import Any
 
 from megabucket.testing import LoopbackWorld
 
-from .cells import Cell
 from .judge import Run
 from .kinds import fault_of
 from .player import FaultOf, Play, Player, prepare
@@ -48,8 +47,3 @@ def tripping(on_collective: dict[str, Callable[[], None]]) -> Callable[[str], No
             on_collective.pop(prefix)()
 
     return trip
-
-
-def run_cell_in_threads(cell: Cell) -> Run:
-    """Play one cell."""
-    return run_in_threads(Play([cell]))

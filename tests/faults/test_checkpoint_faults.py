@@ -10,15 +10,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import torch
 
-from faults.checkpoints import sample
 from faults.checkpoints.damage import run_damage
 from faults.checkpoints.io_errors import CODES, run_io_errors
 from faults.processes import environment
-from megabucket.checkpoint.ranks import AloneRanks
-from megabucket.checkpoint.save import SaveSettings
-from megabucket.checkpoint.stored import open_checkpoint
 
 pytestmark = pytest.mark.long_file
 
@@ -73,20 +68,3 @@ def test_damage_to_any_file_is_found_or_has_changed_nothing(quick_disk):
     assert result.found.total() + result.harmless.total() == 400
     assert result.harmless.total() < 5
     assert len(result.found) == 10
-
-
-def test_the_judge_does_not_take_other_bits_for_the_state(quick_disk):
-    """The campaigns prove nothing unless a silent change would be seen."""
-    snapshot = sample.snapshot(1, rank=0, size=1)
-    snapshot.pieces[0].values[3] = -snapshot.pieces[0].values[3]
-    sample.save_snapshot(quick_disk, 1, snapshot, AloneRanks(), SaveSettings())
-
-    with pytest.raises(sample.WrongStateError, match=r"step 1: model\.weight has other values"):
-        sample.judge(open_checkpoint(quick_disk))
-
-
-def test_values_of_a_sample_follow_from_the_step_alone():
-    first, second = (sample.flat_values(sample.infos()[0], step) for step in (1, 2))
-
-    assert torch.equal(first.view(torch.uint8), sample.flat_values(sample.infos()[0], 1).view(torch.uint8))
-    assert not torch.equal(first, second)

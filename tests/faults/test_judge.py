@@ -1,10 +1,12 @@
 """The judge: what it lets pass, and everything it must not let pass. A judge that cannot fail is worth nothing."""
 
 import pytest
+import torch
 
 from faults.cells import RIGHT, SKIPPED, AnyOf, Cell, Recovery, named
 from faults.judge import Name
 from faults.made_up import CELL, TEXT, error, healthy_events, replaced, step, verdict_on, weights, with_error
+from faults.oracle import first_difference
 
 UNUSED = named("UnusedParameterError")
 
@@ -159,3 +161,11 @@ def test_a_wrapper_that_takes_one_more_step_after_it_should_be_broken_is_wrong()
     reasons = [name_and_reason([*events, *more], LOST, exits=exits) for more in ((), ({**probe, "error": None},))]
 
     assert reasons == [(Name.WRONG, "rank 0 is not broken: one more step gave None")] * 2
+
+
+def test_one_element_that_is_off_by_one_bit_is_found_and_named():
+    right = {"w": torch.tensor([1.0, 2.0, 3.0])}
+    wrong = {"w": torch.tensor([1.0, 2.0, torch.nextafter(torch.tensor(3.0), torch.tensor(4.0))])}
+
+    assert first_difference(right, right) == ""
+    assert first_difference(wrong, right) == "w[2] is 3, should be 3 (1 of 3 differ)"

@@ -4,9 +4,8 @@ import os
 
 import pytest
 
-from faults.cells import HEALTHY_STEPS, Mode, Outcome, Recovery
 from faults.judge import Name
-from faults.kinds import KINDS, fault_of
+from faults.kinds import KINDS
 from faults.loopback import run_in_threads
 from faults.processes import run_many
 from faults.soak import SoakResult, candidates, count, draw_world, run_soak
@@ -38,23 +37,6 @@ def test_ranks_that_are_processes_come_to_the_same():
     assert in_processes.counts == in_threads.counts
 
 
-def test_the_same_seed_gives_the_same_world():
-    first, second, other = draw_world(5), draw_world(5), draw_world(6)
-
-    assert first == second
-    assert first.cells != other.cells
-
-
-def test_nothing_soaks_after_which_training_cannot_go_on():
-    cells = {cell for seed in range(40) for cell in draw_world(seed).cells}
-    expectations = [fault_of(cell).expect for cell in cells]
-
-    assert len({cell.kind for cell in cells}) > 15
-    assert {cell.combo.mode for cell in cells} == set(Mode)
-    assert all(one.recovery is not Recovery.OVER and not one.at_wrap for one in expectations)
-    assert {one.outcome for one in expectations} == set(Outcome)
-
-
 def test_every_kind_that_soaks_is_drawn_sooner_or_later():
     drawn = {cell.kind for seed in range(60) for cell in draw_world(seed).cells}
     wanted = {cell.kind for seed in range(60) for cell in candidates(draw_world(seed).combo)}
@@ -74,11 +56,3 @@ def test_a_soak_finds_a_gradient_that_is_lost(monkeypatch):
     (failure,) = result.failures
     assert "silent" in failure
     assert result.total(Name.SILENT) == 1
-
-
-def test_healthy_steps_stand_before_each_fault_of_a_cell_and_behind_it():
-    play = draw_world(0)
-
-    assert [play.fault_step(number) for number in range(3)] == [0, 2, 4]
-    assert play.num_steps == 2 * len(play.cells)
-    assert HEALTHY_STEPS == 2

@@ -24,9 +24,6 @@ Action = Callable[[Here], None]
 _FORWARD_LAYER = "2"
 _LABELS = {"fence": "fence", "gather": "param gather"}
 
-COLLECTIVE_PLACES = tuple(_LABELS)
-"""Places that exist only where collectives have labels."""
-
 
 def install(here: Here, place: str, action: Action) -> None:
     """Let ``action`` happen once at ``place``."""

@@ -142,6 +142,18 @@ def no_memory(*_, **__):
     raise MemoryError("no memory")
 
 
+def failing_in_step_1(monkeypatch):
+    """What prepares a rank whose shards cannot be read again, before the fence."""
+
+    def before(index, _, optimizer):
+        monkeypatch.undo()
+        if index == 1:
+            optimizer.sharding._num_value_changes -= 1  # as after a load
+            monkeypatch.setattr(optimizer.sharding, "reload", no_memory)
+
+    return before
+
+
 class Failing(dict):
     """The shards of each bucket group, whom nobody can look at: an interrupt, while squares are taken."""
 
@@ -163,14 +175,8 @@ NORMS = pytest.mark.parametrize("optimizer_fields", [{"clip_grad": 1e9}, NO_NORM
 def test_a_failure_before_the_fence_drops_the_step_on_all_ranks(optimizer_fields, in_block, overlap, monkeypatch):
     ranks = Ranks(optimizer_fields=optimizer_fields, use_distributed_optimizer=True, overlap_param_gather=overlap)
 
-    def before(index, _, optimizer):
-        monkeypatch.undo()
-        if index == 1:
-            optimizer.sharding._num_value_changes -= 1  # as after a load
-            monkeypatch.setattr(optimizer.sharding, "reload", no_memory)
-
     told = f"step 1: rank 1 failed in optimizer.step(): MemoryError: no memory. {DROPPED}"
-    for rank, (seen, weight, last_error) in enumerate(ranks.steps(in_block=in_block, before=before)):
+    for rank, (seen, weight, last_error) in enumerate(ranks.steps(in_block=in_block, before=failing_in_step_1(monkeypatch))):
         own = (MemoryError, "no memory") if rank == FAULTY and not in_block else (PeerFailedError, told)
         assert seen == [None, own, None]
         assert last_error == told
@@ -262,22 +268,16 @@ def test_a_wait_behind_the_fence_that_is_interrupted_breaks_the_wrapper_on_all_r
     assert_all_are_broken(ranks, results, own=(TimeoutError, "alarm"), told=told)
 
 
-@pytest.mark.parametrize("optimizer_fields", [{}, {"returns_grad_norm": False}], ids=["norm", "no norm"])
+@NORMS
 def test_without_a_fence_a_failure_before_the_norm_updates_nobody_and_leaves_ranks_in_step(optimizer_fields, monkeypatch):
     ranks = Ranks(optimizer_fields=optimizer_fields, use_distributed_optimizer=True, fence=False)
 
-    def before(index, _, optimizer):
-        monkeypatch.undo()
-        if index == 1:
-            optimizer.sharding._num_value_changes -= 1  # as after a load
-            monkeypatch.setattr(optimizer.sharding, "reload", no_memory)
-
-    for rank, (seen, weight, _) in enumerate(ranks.steps(in_block=False, before=before)):
+    for rank, (seen, weight, _) in enumerate(ranks.steps(in_block=False, before=failing_in_step_1(monkeypatch))):
         assert seen == [None, (MemoryError, "no memory") if rank == FAULTY else None, None]
         assert weight == -4.0
 
 
-@pytest.mark.parametrize("optimizer_fields", [{}, {"returns_grad_norm": False}], ids=["norm", "no norm"])
+@NORMS
 def test_a_second_step_on_the_same_gradients_ends_no_step_of_the_others_whatever_else_is_wrong(optimizer_fields, monkeypatch):
     ranks = Ranks(optimizer_fields=optimizer_fields, use_distributed_optimizer=True)
 
@@ -299,33 +299,13 @@ def test_a_second_step_on_the_same_gradients_ends_no_step_of_the_others_whatever
     assert ranks.world.run(play) == [(-3.0, None)] * SIZE
 
 
-def test_gradients_that_are_nan_are_still_no_error_where_they_are_allowed():
-    """Every rank asks why the norm is nan, and none has failed."""
-    ranks = Ranks(use_distributed_optimizer=True, nonfinite_gradients="allow")
-
-    def play(rank):
-        ddp, optimizer = ranks.wrapped[rank]
-        results = []
-        for x in (1.0, torch.nan if rank == FAULTY else 1.0, 1.0):
-            ddp(x).backward()
-            results.append(optimizer.step().updated)
-            optimizer.zero_grad()
-        return results, ddp.module.a[0].item(), ddp.last_error, ddp.sync.step
-
-    assert ranks.world.run(play) == [([True, False, True], -2.0, None, 3)] * SIZE
-
-
 def test_with_all_reduce_an_update_that_one_rank_has_missed_is_named_with_its_cause(monkeypatch):
     """There is nothing behind the fence that could keep the others from updating."""
     ranks = Ranks(dtype=torch.bfloat16)
 
-    def before(index, _, optimizer):
-        monkeypatch.undo()
-        if index == 1:
-            optimizer.sharding._num_value_changes -= 1  # as after a load
-            monkeypatch.setattr(optimizer.sharding, "reload", no_memory)
-
-    for rank, (seen, _, last_error) in enumerate(ranks.steps(in_block=True, before=before, num_steps=4)):
+    for rank, (seen, _, last_error) in enumerate(
+        ranks.steps(in_block=True, before=failing_in_step_1(monkeypatch), num_steps=4)
+    ):
         assert seen[0] is None
         assert seen[1] == ((MemoryError, "no memory") if rank == FAULTY else None)
         assert seen[2] == (ReplicasDivergedError, last_error)

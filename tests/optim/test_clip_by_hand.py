@@ -1,38 +1,26 @@
 """``DistributedOptimizer.clip_grad_norm_``: the true norm over all ranks, at the place where torch's own function stands."""
 
-import copy
 import math
 
 import pytest
 import torch
+from optim_ranks import in_ways, run_wrapped
 
-from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megabucket import DistributedOptimizer
 from megabucket.errors import ConfigError, HyperparameterMismatchError, ReplicasDivergedError, UnreducedGradientsError
-from megabucket.testing import LoopbackWorld
 
-WAYS = {
-    "all_reduce": {},
-    "reduce_scatter": {"use_distributed_optimizer": True},
-    "explicit": {"use_distributed_optimizer": True, "finish": "explicit"},
-    "no fence": {"use_distributed_optimizer": True, "fence": False},
-}
-MODES = pytest.mark.parametrize("switches", WAYS.values(), ids=WAYS)
+MODES = in_ways("all_reduce", "reduce_scatter", "explicit", "no fence")
 
 
 def run_ranks(size, program, *, dtype=torch.float32, clip_grad=0.0, **switches):
     """Call ``program(rank, ddp, optimizer)`` on each rank; the model is one matrix of 64 x 64 ones."""
-    world = LoopbackWorld(size, timeout_s=30)
     model = torch.nn.Linear(64, 64, bias=False, dtype=dtype)
     torch.nn.init.ones_(model.weight)
-    models = [copy.deepcopy(model) for _ in range(size)]
-    config = DistributedDataParallelConfig(bucket_size=300, **switches)
 
-    def play(rank):
-        ddp = DistributedDataParallel(models[rank], config, communicator=world.communicator(rank))
-        optimizer = DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=1.0), ddp, clip_grad=clip_grad)
-        return program(rank, ddp, optimizer)
+    def optimizer_of(ddp):
+        return DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=1.0), ddp, clip_grad=clip_grad)
 
-    return world.run(play)
+    return run_wrapped(size, model, program, optimizer_of, bucket_size=300, **switches)
 
 
 def backward(ddp, factor):
@@ -134,20 +122,25 @@ def test_a_step_that_the_wrapper_skips_is_skipped(switches):
         assert run_ranks(2, program, nonfinite_gradients="skip_step", **switches) == [(False, False, [1.0])] * 2
 
 
-@pytest.mark.parametrize("switches", [WAYS["all_reduce"], WAYS["reduce_scatter"]], ids=["all_reduce", "reduce_scatter"])
-def test_thresholds_that_differ_between_ranks_are_named_on_all(switches):
+@in_ways("all_reduce", "reduce_scatter")
+@pytest.mark.parametrize(
+    ("arguments_of", "name"),
+    [(lambda rank: (1.0 + rank,), "clip_grad_norm_()"), (lambda rank: (1.0, 1.0 + rank), "its norm_type")],
+    ids=["threshold", "norm_type"],
+)
+def test_arguments_that_differ_between_ranks_are_named_on_all(arguments_of, name, switches):
     def program(rank, ddp, optimizer):
         with pytest.raises((HyperparameterMismatchError, ReplicasDivergedError)) as caught:  # noqa: PT012 - at either step
             for _ in range(2):
                 backward(ddp, 1.0)
-                optimizer.clip_grad_norm_(1.0 + rank)
+                optimizer.clip_grad_norm_(*arguments_of(rank))
                 optimizer.step()
                 optimizer.zero_grad()
         return str(caught.value)
 
     first, second = run_ranks(2, program, **switches)
     assert first == second
-    assert "clip_grad_norm_()" in first
+    assert name in first
     assert "1.0 on rank 0; 2.0 on rank 1" in first
 
 

@@ -1,39 +1,30 @@
 """``DistributedOptimizer.step(closure)``: loops that hand their last backward to the optimizer, as Lightning's does."""
 
-import copy
-
 import pytest
 import torch
+from optim_ranks import in_ways, run_wrapped
 
-from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megabucket import DistributedOptimizer
 from megabucket.errors import PeerFailedError
-from megabucket.testing import LoopbackWorld
 
 SIZE = 2
-WAYS = {
-    "all_reduce": {},
-    "reduce_scatter": {"use_distributed_optimizer": True},
-    "overlap": {"use_distributed_optimizer": True, "overlap_param_gather": True},
-    "explicit": {"use_distributed_optimizer": True, "finish": "explicit"},
-}
-MODES = pytest.mark.parametrize("switches", WAYS.values(), ids=WAYS)
+MODES = in_ways("all_reduce", "reduce_scatter", "overlap", "explicit")
 
 
 def run_ranks(program, **switches):
     """Call ``program(rank, ddp, optimizer)`` on each rank."""
     torch.manual_seed(0)
-    world, model = LoopbackWorld(SIZE), torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 8))
-    models = [copy.deepcopy(model) for _ in range(SIZE)]
-    config = DistributedDataParallelConfig(bucket_size=300, **switches)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 8))
 
-    def play(rank):
-        ddp = DistributedDataParallel(models[rank], config, communicator=world.communicator(rank))
-        optimizer = DistributedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=0.01), ddp, clip_grad=0.1)
+    def optimizer_of(ddp):
+        return DistributedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=0.01), ddp, clip_grad=0.1)
+
+    def play(rank, ddp, optimizer):
         result = program(rank, ddp, optimizer)
         ddp.finish_param_sync()
         return result, [param.detach().clone() for param in ddp.module.parameters()]
 
-    return world.run(play)
+    return run_wrapped(SIZE, model, play, optimizer_of, bucket_size=300, **switches)
 
 
 def loss_of(ddp, rank, number):

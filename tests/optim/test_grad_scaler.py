@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from optim_ranks import WAYS, in_ways, run_wrapped
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megabucket import (
@@ -30,14 +31,8 @@ from megabucket.optim.shards import CHECK_AND_UNSCALE
 from megabucket.testing import LoopbackWorld
 
 STEPS = 12
-WAYS = {
-    "all_reduce": {},
-    "reduce_scatter": {"use_distributed_optimizer": True},
-    "gather overlapped": {"use_distributed_optimizer": True, "overlap_param_gather": True},
-    "explicit": {"use_distributed_optimizer": True, "finish": "explicit"},
-}
-MODES = pytest.mark.parametrize("switches", WAYS.values(), ids=WAYS)
-BOTH = pytest.mark.parametrize("switches", [WAYS["all_reduce"], WAYS["reduce_scatter"]], ids=["all_reduce", "reduce_scatter"])
+MODES = in_ways("all_reduce", "reduce_scatter", "overlap", "explicit")
+BOTH = in_ways("all_reduce", "reduce_scatter")
 
 
 def model_of(*widths):
@@ -58,15 +53,12 @@ OPTIMIZERS = {
 
 def run_ranks(size, program, model=MODEL, *, make=OPTIMIZERS["SGD"], nonfinite="allow", clip_grad=0.0, **switches):
     """Call ``program(rank, ddp, optimizer)`` on each rank."""
-    world = LoopbackWorld(size, timeout_s=30)
-    models = [copy.deepcopy(model) for _ in range(size)]
-    config = DistributedDataParallelConfig(bucket_size=300, nonfinite_gradients=nonfinite, **switches)
+    switches = {"bucket_size": 300, "nonfinite_gradients": nonfinite, **switches}
 
-    def play(rank):
-        ddp = DistributedDataParallel(models[rank], config, communicator=world.communicator(rank))
-        return program(rank, ddp, DistributedOptimizer(make(ddp.parameters()), ddp, clip_grad=clip_grad))
+    def optimizer_of(ddp):
+        return DistributedOptimizer(make(ddp.parameters()), ddp, clip_grad=clip_grad)
 
-    return world.run(play)
+    return run_wrapped(size, model, program, optimizer_of, **switches)
 
 
 def scaler_of(**changes):

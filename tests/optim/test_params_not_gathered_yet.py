@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from optim_ranks import Net
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import megabucket as mb
@@ -12,17 +13,6 @@ from megabucket.errors import PhaseError
 from megabucket.testing import LoopbackWorld
 
 SIZE = 2
-
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)
-        for value, param in enumerate(self.parameters()):
-            torch.nn.init.constant_(param, 0.1 * (value + 1))
-
-    def forward(self, x):
-        return self.last(torch.tanh(self.first(x)))
 
 
 class Rank:
@@ -94,6 +84,7 @@ READERS = {
     "rebuild": after(lambda one: one.ddp.rebuild()),
     "detach": after(lambda one: one.ddp.detach()),
     "finish_param_sync": after(lambda one: one.ddp.finish_param_sync()),
+    "start_param_sync by force": after(lambda one: one.ddp.start_param_sync(force_sync=True)),
 }
 
 

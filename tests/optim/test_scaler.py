@@ -1,12 +1,12 @@
 """Our own scalers: Megatron's sequences of scales, to the digit, in the loop of torch's scaler."""
 
-import copy
 import math
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from optim_ranks import run_wrapped
 
 from megabucket import (
     ConstantGradScaler,
@@ -53,17 +53,14 @@ GOLDEN = {
 
 def run_ranks(size, program, *, is_sharded, dtype=torch.float32, **switches):
     """Call ``program(rank, ddp, optimizer)`` on each rank; the model is one vector of ones."""
-    world, model = LoopbackWorld(size, timeout_s=30), torch.nn.Linear(64, 1, bias=False, dtype=dtype)
+    model = torch.nn.Linear(64, 1, bias=False, dtype=dtype)
     torch.nn.init.ones_(model.weight)
-    models = [copy.deepcopy(model) for _ in range(size)]
     switches = {"nonfinite_gradients": "allow", "use_distributed_optimizer": is_sharded, **switches}
-    config = DistributedDataParallelConfig(**switches)
 
-    def play(rank):
-        ddp = DistributedDataParallel(models[rank], config, communicator=world.communicator(rank))
-        return program(rank, ddp, DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.25), ddp))
+    def optimizer_of(ddp):
+        return DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.25), ddp)
 
-    return world.run(play)
+    return run_wrapped(size, model, program, optimizer_of, **switches)
 
 
 def step(scaler, ddp, optimizer, factor=1.0):

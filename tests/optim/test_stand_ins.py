@@ -4,17 +4,15 @@ import copy
 
 import pytest
 import torch
+from optim_ranks import WAYS, in_ways, run_wrapped
 from stand_ins import FusedAdam, FusedSGD, ScheduleFree, TransformerEngineFusedAdam
 
 from megabucket import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
     DistributedOptimizer,
     load_checkpoint,
     save_checkpoint,
 )
 from megabucket.errors import ConfigError, PeerFailedError
-from megabucket.testing import LoopbackWorld
 
 
 def schedule_free(groups):
@@ -32,12 +30,7 @@ OPTIMIZERS = {
     "FusedSGD, Nesterov": lambda groups: FusedSGD(groups, lr=0.1, momentum=0.9, nesterov=True, wd_after_momentum=True),
     "schedule-free": schedule_free,
 }
-WAYS = {
-    "all-reduced": {},
-    "gathered at once": {"use_distributed_optimizer": True},
-    "gathered in the next forward": {"use_distributed_optimizer": True, "overlap_param_gather": True},
-}
-MODES = pytest.mark.parametrize("switches", WAYS.values(), ids=WAYS)
+MODES = in_ways("all_reduce", "reduce_scatter", "overlap")
 
 
 def model_of(dtype=torch.float32):
@@ -91,15 +84,10 @@ class Alone:
 
 
 def run_ranks(size, program, make, dtype=torch.float32, **switches):
-    world = LoopbackWorld(size, timeout_s=20)
-    models = [model_of(dtype) for _ in range(size)]
-    config = DistributedDataParallelConfig(bucket_size=300, **switches)
+    def optimizer_of(ddp):
+        return DistributedOptimizer(make(groups_of(ddp.module)), ddp)
 
-    def play(rank):
-        ddp = DistributedDataParallel(models[rank], config, communicator=world.communicator(rank))
-        return program(rank, ddp, DistributedOptimizer(make(groups_of(ddp.module)), ddp))
-
-    return world.run(play)
+    return run_wrapped(size, model_of(dtype), program, optimizer_of, bucket_size=300, **switches)
 
 
 @pytest.mark.parametrize("path", ["without a break", "state_dict", "checkpoint", "rebuild"])
@@ -195,7 +183,7 @@ class TestScheduleFree:
                 optimizer.train()  # no collective: the other rank does not call it
             return optimizer.step().updated
 
-        assert run_ranks(2, program, schedule_free, **WAYS["gathered in the next forward"]) == [True, True]
+        assert run_ranks(2, program, schedule_free, **WAYS["overlap"]) == [True, True]
 
     def test_in_a_step_it_is_refused_on_all_ranks_and_nothing_is_exchanged(self):
         def program(rank, ddp, optimizer):

@@ -226,20 +226,6 @@ class TestBothWays:
             assert bits(found) == bits(plain.state_dict())
             assert bits(of_torch(found_state)) == bits(of_torch(plain_optimizer.state_dict()))
 
-    @MODES
-    def test_between_two_shardings_the_torch_optimizer_holds_what_it_would_alone(self, sharded):
-        plain = Tensors()
-        plain_optimizer = OPTIMIZERS["AdamW"](groups_of(plain))
-        train_alone(plain, plain_optimizer, range(3), size=2)
-
-        def program(rank, ddp, optimizer):
-            train(ddp, optimizer, range(3), rank)
-            optimizer.before_rebuild()
-            return optimizer.torch_optimizer.state_dict()
-
-        for found in run_ranks(2, program, sharded=sharded, build=OPTIMIZERS["AdamW"]):
-            assert bits(found) == bits(plain_optimizer.state_dict())
-
     @pytest.mark.parametrize("order", ["weights first", "optimizer first"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_from_mode_to_mode_and_size_to_size_nothing_changes(self, dtype, order):

@@ -1,5 +1,7 @@
 """The examples of torch's page on automatic mixed precision, with nothing changed but the optimizer and its clipping.
 
+The first two of them, with and without clipping, are the loop of ``test_grad_scaler.py``.
+
 Each runs once as it stands there, in one process, and once on the ranks, which all have the same data: the mean of their
 gradients is the gradient of one. The scale begins so high that the first steps overflow.
 """
@@ -39,34 +41,6 @@ def no_sync(models):
         if isinstance(model, DistributedDataParallel):
             stack.enter_context(model.no_sync())
     return stack
-
-
-def typical(models, optimizers, scaler, clip):
-    (model,), (optimizer,) = models, optimizers
-    for inputs, target in data():
-        optimizer.zero_grad()
-        with autocast(device_type="cpu", dtype=DTYPE):
-            output = model(inputs)
-            loss = loss_fn(output, target)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        yield loss.item(), scaler.get_scale()
-
-
-def clipping(models, optimizers, scaler, clip):
-    (model,), (optimizer,) = models, optimizers
-    for inputs, target in data():
-        optimizer.zero_grad()
-        with autocast(device_type="cpu", dtype=DTYPE):
-            output = model(inputs)
-            loss = loss_fn(output, target)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        clip(model, optimizer, 0.05)
-        scaler.step(optimizer)
-        scaler.update()
-        yield loss.item(), scaler.get_scale()
 
 
 def accumulation(models, optimizers, scaler, clip, iters_to_accumulate=3):
@@ -131,7 +105,7 @@ def several_models_losses_and_optimizers(models, optimizers, scaler, clip):
         yield loss0.item() + loss1.item(), scaler.get_scale()
 
 
-EXAMPLES = [typical, clipping, accumulation, penalty, several_models_losses_and_optimizers]
+EXAMPLES = [accumulation, penalty, several_models_losses_and_optimizers]
 
 
 def make_models():

@@ -180,24 +180,6 @@ def two_ranks(state_of, *, numels=(100, 100), bucket_size=None):
 
 
 class TestExamples:
-    def test_a_parameter_cut_by_a_shard_boundary_is_whole_again(self):
-        # b at [0, 100), a at [128, 328): 384 elements, so rank 0 owns [0, 192) and rank 1 [192, 384)
-        world, ranks = two_ranks(lambda rank, shard: {"m": torch.full_like(shard.main, rank + 1.0)}, numels=(200, 100))
-
-        found = world.run(lambda rank: ranks[rank].unshard().values[ranks[rank].params["a"]]["m"])
-
-        for whole in found:
-            assert whole[:64].unique().tolist() == [1.0]  # 192 - 128
-            assert whole[64:].unique().tolist() == [2.0]
-
-    def test_a_rank_with_nothing_but_padding_gets_the_numbers_of_the_others(self):
-        world, ranks = two_ranks(lambda _, shard: {"step": torch.tensor(3.0), "m": torch.ones_like(shard.main)}, numels=(10, 0))
-        assert [len(one.shards) for one in ranks] == [1, 0]
-
-        found = world.run(lambda rank: ranks[rank].unshard().values[ranks[rank].params["a"]])
-
-        assert [(one["step"].item(), one["m"].tolist()) for one in found] == [(3.0, [1.0] * 10)] * 2
-
     def test_buckets_without_a_key_are_not_sent(self):
         # Two buckets of 128 and 256 elements, b in the first and a in the second, which alone has moments.
         world, ranks = two_ranks(
@@ -225,10 +207,6 @@ DIFFERENT_NUMBERS = (
     "ranks hold different numbers (step counts, say) or kinds of optimizer state for pieces of one parameter: one of them has "
     "missed an update: 'a'. Load the last checkpoint on every rank."
 )
-NO_PARAMETERS_STATE = (
-    "the optimizer holds, for a flat shard, state that is neither one value per element nor one number, so it cannot be split "
-    "by parameter: 'absmax: shape (7,)'. Use such an optimizer as a plain one with use_distributed_optimizer=False."
-)
 
 
 class TestRefusals:
@@ -252,11 +230,6 @@ class TestRefusals:
             return str(caught.value)
 
         assert set(world.run(play)) == {DIFFERENT_NUMBERS}
-
-    def test_a_table_of_blocks(self):
-        errors = self.errors(lambda *_: {"absmax": torch.ones(7)})
-
-        assert {str(error) for error in errors} == {NO_PARAMETERS_STATE}
 
     def test_an_object_on_one_rank_keeps_nobody_waiting(self):
         errors = self.errors(lambda rank, _: {"odd": object()} if rank == 1 else {})

@@ -71,11 +71,6 @@ class WorkerPool:
         self._connections: list[Connection] = []
         self._directory = ""
 
-    @property
-    def process_ids(self) -> list[int | None]:
-        """Ids of the running processes; empty when none runs."""
-        return [process.pid for process in self._processes]
-
     def run(self, function: Callable[..., Any], *args: Any, ranks: int, timeout_s: float = 60.0) -> list[Any]:
         """Call ``function(rank, *args)`` on the first ``ranks`` ranks and return the results in rank order.
 

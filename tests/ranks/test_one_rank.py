@@ -101,16 +101,3 @@ def test_negative_zeros_subnormals_infinities_and_nan_survive_in_gradients_as_in
 
         assert same_bits(wrapped.weight.grad, plain.weight.grad), f"step {step}: {wrapped.weight.grad}, {plain.weight.grad}"
         optimizer.zero_grad() if clears.startswith("optimizer") else ddp.zero_grad()
-
-
-def test_gradients_accumulated_before_wrapping_count_once():
-    plain, wrapped = Times(2, torch.float32), Times(2, torch.float32)
-    for model in (plain, wrapped):
-        model(torch.tensor([-0.0, 2.0])).sum().backward()
-    ddp = mb.DistributedDataParallel(wrapped)
-
-    plain(torch.tensor([-0.0, 5.0])).sum().backward()
-    ddp(torch.tensor([-0.0, 5.0])).sum().backward()
-
-    assert wrapped.weight.grad.tolist() == [-0.0, 7.0]
-    assert same_bits(wrapped.weight.grad, plain.weight.grad)

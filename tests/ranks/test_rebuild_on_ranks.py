@@ -14,7 +14,6 @@ import torch
 from pool import Rank
 
 import megabucket as mb
-from megabucket.errors import LayoutMismatchError, PhaseError
 
 pytestmark = pytest.mark.dist
 
@@ -118,37 +117,3 @@ def test_freezing_replacing_and_unfreezing_is_plain_torch_bit_by_bit(pool, ranks
         for phase, (found, expected) in enumerate(zip(by_phase, train_alone(ranks, dtype), strict=True)):
             for name, one, other in zip(NUMELS, found, expected, strict=True):
                 assert torch.equal(one, other), f"{name} after phase {phase}"
-
-
-def fail_and_repair(rank: Rank) -> tuple[str, str, list[torch.Tensor]]:
-    model = Vectors(torch.float32)
-    config = mb.DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=128)
-    ddp = mb.DistributedDataParallel(model, config, process_group=rank.group)
-    optimizer = mb.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), ddp)
-
-    def step(number: int) -> None:
-        ddp(factors_of(number, rank.index)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step(0)
-    model.a.requires_grad_(rank.index == 0)
-    with pytest.raises(LayoutMismatchError) as mismatch:
-        ddp.rebuild()
-    with pytest.raises(PhaseError) as refusal:
-        step(1)
-    model.a.requires_grad_(True)
-    ddp.rebuild()
-    step(1)
-    return str(mismatch.value), str(refusal.value), weights(model)
-
-
-def test_a_rank_that_froze_something_else_is_named_on_all_and_nothing_is_lost(pool):
-    results = pool.run(fail_and_repair, ranks=2)
-
-    assert results[0][:2] == results[1][:2]
-    assert "rank 0 has a (100,) float32, rank 1 has a (100,) float32 frozen" in results[0][0]
-    assert results[0][0] in results[0][1]
-    expected = train_alone(2, torch.float32)[0]  # its first stretch is two steps without any change
-    for _, _, found in results:
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 from cells import assert_none
-from pool import Rank, RankFailedError
+from pool import Rank
 
 import megabucket as mb
-from megabucket.errors import HyperparameterMismatchError, ReplicasDivergedError
 
 pytestmark = pytest.mark.dist
 
@@ -143,48 +142,3 @@ def test_a_16_bit_model_trains_as_with_float32_copies_by_hand(pool, ranks):
     cases = [Case(*pair, is_16_bit_model=True, is_alike=ranks > 2) for pair in itertools.product(dtypes, modes, norms)]
 
     assert_like_torch(pool, cases, ranks)
-
-
-def train_apart(rank: Rank, is_sharded: bool) -> None:
-    config = mb.DistributedDataParallelConfig(use_distributed_optimizer=is_sharded, nonfinite_gradients="allow")
-    ddp = mb.DistributedDataParallel(make_model(), config, process_group=rank.group)
-    optimizer, scaler = mb.DistributedOptimizer(make_optimizer(ddp.parameters()), ddp), make_scaler(10 + rank.index)
-    for step in range(2):
-        scaler.scale(loss_of(ddp, rank, step, torch.bfloat16)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-
-
-@pytest.mark.parametrize(("is_sharded", "kind"), [(True, HyperparameterMismatchError), (False, ReplicasDivergedError)])
-def test_scalers_that_differ_between_ranks_are_one_error_on_all(pool, is_sharded, kind):
-    with pytest.raises(RankFailedError) as caught:
-        pool.run(train_apart, is_sharded, ranks=2)
-
-    errors = caught.value.errors
-    assert {rank: type(error) for rank, error in errors.items()} == {0: kind, 1: kind}
-    assert all("loss scale" in str(error) and "1024.0 on rank 0; 2048.0 on rank 1" in str(error) for error in errors.values())
-
-
-def look_at_a_part(rank: Rank) -> str:
-    """Only rank 0 has an infinite gradient in its shard: what the scaler of rank 1 sees there is finite."""
-    model = torch.nn.Linear(64, 64, bias=False)
-    config = mb.DistributedDataParallelConfig(use_distributed_optimizer=True, nonfinite_gradients="allow")
-    ddp = mb.DistributedDataParallel(model, config, process_group=rank.group)
-    optimizer, scaler = mb.DistributedOptimizer(make_optimizer(ddp.parameters()), ddp), make_scaler()
-    weights = torch.ones(64, 64)
-    weights[0, 0] = torch.inf if rank.index == 1 else 1.0
-    scaler.scale((ddp.module.weight * weights).sum()).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 2.0**15
-    return optimizer.last_step.reason
-
-
-def test_a_rank_whose_shard_is_finite_skips_with_the_others(pool):
-    reasons = pool.run(look_at_a_part, ranks=2)
-
-    assert reasons == [
-        "the loss scaler skips the step: not finite in this rank's shard of 'weight'",
-        "the loss scaler skips the step: not finite on another rank",
-    ]

@@ -20,11 +20,11 @@ from cells import (
     groupby_fields,
     run_cells,
 )
-from odd_model import OddModel, Precision, flat, loss_of, tokens_of, trainable
+from odd_model import OddModel, Precision, flat, loss_of, tokens_of
 from pool import Rank
 
 import megabucket as mb
-from megabucket.errors import NonFiniteGradientError, UnusedParameterError
+from megabucket.errors import NonFiniteGradientError
 
 pytestmark = pytest.mark.dist
 
@@ -216,25 +216,6 @@ def test_a_rank_that_skips_a_module_hangs_nobody_and_counts_as_zero(pool, mode, 
     assert by_rank == [[[1.5, 22.5]] * 3] * 4
 
 
-def skip_on_rank_1(rank: Rank, mode: str) -> tuple[tuple[int, ...], tuple[str, ...], str, list[float]]:
-    """Return what the error says, and what is learned in the step after it."""
-    ddp, optimizer = wrapped(rank.group, mode)
-    assert learn(ddp, optimizer, 1.0) == [1.0, 10.0]
-    with pytest.raises(UnusedParameterError) as caught:
-        learn(ddp, optimizer, -1.0 if rank.index == 1 else 1.0)
-    return caught.value.ranks, caught.value.params, str(caught.value), learn(ddp, optimizer, 2.0)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_rank_that_skips_a_module_unasked_is_named_on_every_rank_and_the_next_step_is_right(pool, mode):
-    first, *others = pool.run(skip_on_rank_1, mode, ranks=3)
-
-    assert others == [first] * 2
-    ranks, params, text, learned = first
-    assert (ranks, params, learned) == ((1,), ("b",), [2.0, 20.0])
-    assert text.startswith("step 1: 'b' got no gradient on rank 1 of 3 ranks")
-
-
 def meet_infinity_on_rank_1(rank: Rank, mode: str, policy: str) -> list[Any]:
     """Return what is learned in three steps, or the error, if the gradient of rank 1 is infinite in the second."""
     ddp, optimizer = wrapped(rank.group, mode, nonfinite_gradients=policy)
@@ -308,30 +289,23 @@ class Everything(torch.nn.Module):
         self.register_buffer("not_saved", torch.full((2,), value, dtype=torch.int16), persistent=False)
 
 
-def values_after_wrapping(rank: Rank, init_sync: bool, members: list[int]) -> dict[str, Any]:
+def values_after_wrapping(rank: Rank, members: list[int]) -> dict[str, Any]:
     group = dist.new_group(members)
     module = Everything(1 + rank.index)
     if rank.index in members:
-        mb.DistributedDataParallel(module, mb.DistributedDataParallelConfig(init_sync=init_sync), process_group=group)
+        mb.DistributedDataParallel(module, process_group=group)
     tensors = [*module.named_parameters(), *module.named_buffers()]
     return {name: sorted(set(tensor.flatten().tolist())) for name, tensor in tensors}
 
 
 def test_wrapping_makes_replicas_equal_to_the_first_rank_of_the_group(pool):
-    by_rank = pool.run(values_after_wrapping, True, [1, 2], ranks=4)
+    by_rank = pool.run(values_after_wrapping, [1, 2], ranks=4)
 
     equal = {"trained": [2.0], "narrow": [2.0], "frozen": [2.0], "running_mean": [2.0], "num_batches": [2]}
     equal |= {"mask": [False, True], "not_saved": [2]}
     assert by_rank[1] == by_rank[2] == equal
     assert by_rank[0]["trained"] == [1.0]  # not a member
     assert by_rank[3]["trained"] == [4.0]
-
-
-def test_replicas_stay_as_they_are_without_init_sync(pool):
-    by_rank = pool.run(values_after_wrapping, False, [0, 1], ranks=4)
-
-    assert [values["trained"] for values in by_rank] == [[1.0], [2.0], [3.0], [4.0]]
-    assert [values["num_batches"] for values in by_rank] == [[1], [2], [3], [4]]
 
 
 def train_on_default_and_subgroup(rank: Rank, mode: str) -> list[Any]:
@@ -360,46 +334,6 @@ def test_two_wrappers_with_different_settings_and_groups_train_in_one_process(po
     few = [6.0, 60.0]  # the sum over ranks 1 and 3: 2 + 4
     assert by_rank[0] == by_rank[2] == [everybody, everybody]
     assert by_rank[1] == by_rank[3] == [few, everybody, few, everybody]
-
-
-def train_single_parameter(rank: Rank, mode: str) -> float:
-    module = torch.nn.Module()
-    module.scale = torch.nn.Parameter(torch.tensor(0.0))
-    config = mb.DistributedDataParallelConfig(use_distributed_optimizer=mode == "reduce-scatter")
-    ddp = mb.DistributedDataParallel(module, config, process_group=rank.group)
-    sgd = torch.optim.SGD(ddp.parameters(), lr=1.0)
-    optimizer = sgd if mode == "plain" else mb.DistributedOptimizer(sgd, ddp)
-    for _ in range(2):
-        (module.scale * (1.0 + rank.index)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return module.scale.item()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_model_of_a_single_number_trains_on_ranks_that_own_nothing_but_padding(pool, mode):
-    assert pool.run(train_single_parameter, mode, ranks=4) == [-5.0] * 4  # twice (1 + 2 + 3 + 4) / 4
-
-
-def test_the_clip_norm_does_not_depend_on_the_number_of_shards(pool):
-    """With the same data on every rank the mean is the gradient of one rank; 2 and 4 copies of it add up exactly."""
-    norms = [pool.run(same_data_norms, ranks=ranks) for ranks in (1, 2, 4)]
-
-    assert norms[0][0] == norms[1][0] == norms[1][1] == norms[2][0] == norms[2][3]
-    assert len(set(norms[0][0])) == STEPS
-
-
-def same_data_norms(rank: Rank) -> list[float]:
-    model = OddModel("mixed", seed=0)
-    config = mb.DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=ONE_PARAMETER)
-    ddp = mb.DistributedDataParallel(model, config, process_group=rank.group)
-    optimizer = mb.DistributedOptimizer(torch.optim.AdamW(trainable(model), lr=1e-2), ddp, clip_grad=0.5)
-    norms = []
-    for step in range(STEPS):
-        loss_of(ddp, tokens_of(step, 0, 0)).backward()
-        norms.append(optimizer.step().grad_norm)
-        optimizer.zero_grad()
-    return norms
 
 
 # torch.compile #

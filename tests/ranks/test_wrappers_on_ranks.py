@@ -94,42 +94,6 @@ def test_two_wrappers_on_one_group_do_not_mix_whatever_the_order_that_all_ranks_
     assert second == [{"a": [], "b": []} if fields else expected] * 20
 
 
-def step_chained(rank: Rank, fields: dict[str, Any]) -> tuple[list[str], list[float]]:
-    """Take six steps of two wrappers as one: each time in which something goes wrong on rank 1, then a good one."""
-    ddps = [wrapped(rank.group, finish="explicit", **fields) for _ in range(2)]
-    optimizers = [mb.DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=1.0), ddp) for ddp in ddps]
-    chain, texts = mb.ChainedOptimizer(optimizers, clip_grad=1.0), []
-    for fault in ("nan", "", "no backward", "", "no step", ""):
-        fails = fault if rank.index == 1 else ""
-        try:
-            ddps[0](3.0).backward()
-            if fails not in ("no backward", "no step"):
-                ddps[1](float("nan") if fails == "nan" else 4.0).backward()
-            if fails != "no step":
-                mb.finalize_grads(ddps)
-                chain.step()
-            chain.zero_grad()
-        except MegabucketError as error:
-            texts.append(type(error).__name__)
-            chain.zero_grad()
-    for ddp in ddps:
-        ddp.finish_param_sync()
-    weights = [value for ddp in ddps for value in sorted(set(ddp.module.weight.tolist()))]
-    for ddp in ddps:
-        ddp.detach()
-    return texts, weights
-
-
-@pytest.mark.parametrize("fields", MODES, ids=["all-reduce", "reduce-scatter"])
-def test_two_wrappers_in_a_chain_step_together_or_not_at_all(pool, fields):
-    results = pool.run(step_chained, fields, ranks=2)
-
-    for texts, weights in results:
-        assert texts == ["NonFiniteGradientError", "MicrobatchMismatchError", "StepMismatchError"]
-        # Three steps of gradients of 3 and 4 in eight elements each, whose norm of 5 * sqrt(8) is clipped to 1.
-        assert weights == pytest.approx([-3 * 3 / (5 * 8**0.5), -3 * 4 / (5 * 8**0.5)], rel=1e-5)
-
-
 def step_in_another_order(place: Place, fields: dict[str, Any]) -> list[str]:
     ddps = [wrapped(**fields), wrapped(**fields)]
     texts = []
