@@ -191,6 +191,12 @@ class Beat(NamedTuple):
         """Phase, step and bucket of the rank."""
         return f"{self.phase}, step {self.step}" + (f", bucket {self.bucket}" if self.bucket >= 0 else "")
 
+    @property
+    def last_seen(self) -> str:
+        """The place as the end of an error text; empty if the rank writes a single beat."""
+        # Not how old the beat is: without the store each rank writes the text by itself, and all texts must be equal.
+        return "" if self.every_s is None else f"; last seen in {self.place} (it says so every {self.every_s:g} s)"
+
 
 class Block(NamedTuple):
     """A long wait of a rank. Ranks are global."""
@@ -608,7 +614,7 @@ class Observations:
             has_left_early = beat.has_left and beat.num_launched < self._number
             is_sure |= has_left_early or peer.looks_at_dead >= (_LOOKS_AT_ENDED if beat.has_left else _LOOKS_AT_DEAD)
             if is_dead and not beat.has_left:
-                crashed[rank] = f"died: process {beat.process.pid} on {beat.process.host} is gone{self._last_seen(beat)}"
+                crashed[rank] = f"died: process {beat.process.pid} on {beat.process.host} is gone{beat.last_seen}"
             elif is_dead or has_left_early:
                 left[rank] = self._how_left(beat)
         return (crashed or left) if is_sure else {}
@@ -626,7 +632,7 @@ class Observations:
     def silent(self, limit_s: float, verb: str = "froze") -> dict[int, str]:
         """Return the ranks that should write beats and have written none for ``limit_s``."""
         return {
-            rank: f"{verb}: no sign of life for {limit_s:.3g} s{self._last_seen(peer.beat)}"
+            rank: f"{verb}: no sign of life for {limit_s:.3g} s{peer.beat.last_seen}"
             for rank, peer in self._peers.items()
             if peer.silent_s >= limit_s and peer.beat.every_s is not None and not peer.beat.has_left
         }
@@ -645,16 +651,8 @@ class Observations:
             found[rank] = f"is alive but has not launched its part; it is in {beat.place}"
             if peer.silent_s > _BEATS_ALIVE * beat.every_s:
                 silence = f"has given no sign of life for {peer.silent_s:.3g} s"
-                found[rank] = f"{silence} and has not launched its part{self._last_seen(beat)}"
+                found[rank] = f"{silence} and has not launched its part{beat.last_seen}"
         return dict(sorted(found.items()))
-
-    def _last_seen(self, beat: Beat) -> str:
-        """Return the end of a text about a lost rank; empty if it writes a single beat."""
-        if beat.every_s is None:
-            return ""
-        view_age_s = self._looked_at_s - self._asked_at_s  # grows without end if the host of the store is lost
-        age_s = beat.every_s + (view_age_s if view_age_s > beat.every_s else 0.0)
-        return f"; last seen in {beat.place}, up to {round(age_s, 2):g} s before"
 
     def _absent(self) -> list[int]:
         return [rank for rank in self._others if rank not in self._peers]
