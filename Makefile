@@ -57,7 +57,9 @@ test: lint types
 	$(PYTEST) -m "not nightly" --durations=25
 
 nightly: lint types browser docs
-	FAULTS_SOAK_STEPS=50000 FAULTS_EVERY_LINE=1 $(PYTEST) --hypothesis-profile nightly --durations=25
+	$(PYTEST) --hypothesis-profile nightly --timeout 1200 --durations=25
+	PYTHONPATH=tests $(BIN)/python -m faults interrupts
+	PYTHONPATH=tests $(BIN)/python -m faults soak --steps 50000
 	$(MAKE) faults
 	$(MAKE) frameworks
 	$(MAKE) oldest newest
