@@ -200,7 +200,6 @@ def _lines(stored: StoredCheckpoint) -> Iterator[str]:
 
 
 def _difference_lines(found: Comparison) -> Iterator[str]:
-
     yield (
         f"{found.num_equal_tensors} tensors are equal bit for bit, {len({one.name for one in found.tensors})} differ; "
         f"{len(found.values)} other values differ"
