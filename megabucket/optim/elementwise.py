@@ -72,11 +72,12 @@ def find_obstacle(optimizer: torch.optim.Optimizer) -> str:
     devices = [] if device.type == "cpu" else [device]  # beside the generator of the host
     try:
         with torch.random.fork_rng(devices, device_type=device.type), torch.no_grad():
-            wholes = _results(optimizer, device, _whole)
+            before, grads = _values(device), [_values(device, step=step) for step in range(len(_GRAD_SCALES))]
+            wholes = _results(optimizer, before, grads, _whole)
             for num_shards in _SHARD_COUNTS:
-                shards = [_results(optimizer, device, _shard(num_shards, index)) for index in range(num_shards)]
+                shards = [_results(optimizer, before, grads, _shard(num_shards, index)) for index in range(num_shards)]
                 for whole, cut in zip(wholes, map(torch.cat, zip(*shards, strict=True)), strict=True):
-                    if obstacle := _difference(_values(device), whole, cut, num_shards):
+                    if obstacle := _difference(before, whole, cut, num_shards):
                         return obstacle
     except Exception as error:  # whatever the code of an optimizer raises
         return f"a copy of it could not be tried on small tensors ({type(error).__name__}: {error})"
@@ -101,15 +102,21 @@ def _shard(num_shards: int, index: int) -> Callable[[torch.Tensor], list[torch.T
 
 
 def _results(
-    optimizer: torch.optim.Optimizer, device: torch.device, cut: Callable[[torch.Tensor], list[torch.Tensor]]
+    optimizer: torch.optim.Optimizer,
+    before: torch.Tensor,
+    grads: Sequence[torch.Tensor],
+    cut: Callable[[torch.Tensor], list[torch.Tensor]],
 ) -> list[torch.Tensor]:
-    """Step on the values, cut by ``cut``; return the updated values for each kind of group, 1D."""
-    tried = _copy_of(optimizer, cut(_values(device)))
-    for step in range(len(_GRAD_SCALES)):
+    """Step once with each of ``grads`` on values, cut by ``cut``; return the updated values for each kind of group, 1D."""
+    tried = _copy_of(optimizer, cut(before))
+    step: Callable[..., Any] = type(tried).step  # not ``tried.step``: schedulers and frameworks put functions of theirs there
+    if hasattr(step, "hooked"):  # torch's wrapper around it, which calls the hooks that serve every optimizer of the process
+        step = getattr(step, "__wrapped__", step)
+    for grad_values in grads:
         for group in tried.param_groups:
-            for param, grad in zip(group["params"], cut(_values(device, step=step)), strict=True):
+            for param, grad in zip(group["params"], cut(grad_values), strict=True):
                 param.grad = grad.clone()
-        type(tried).step(tried)  # not ``tried.step``: schedulers and frameworks put a function of their own there
+        step(tried)
     return [torch.cat([param.detach().flatten() for param in group["params"]]) for group in tried.param_groups]
 
 

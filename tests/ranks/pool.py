@@ -4,8 +4,9 @@ A test hands ``WorkerPool.run`` a top-level function of an importable module. It
 pickled. The function is called on ranks ``0 .. ranks - 1`` as ``function(rank, *args)``, where ``rank`` holds the process group
 of exactly those ranks.
 
-Nothing here may hang: every call has a time limit, and after an error or a timeout the processes are killed, because ranks
-that stopped at different places would mix up their next collectives. The next call starts fresh ones.
+Nothing here may hang: every call has a time limit. After a call that did not end well, be it by the time limit of its test,
+the processes are killed: ranks that stopped at different places would mix up their next collectives, and the next call would
+get answers meant for this one. It starts fresh processes.
 """
 
 from __future__ import annotations
@@ -78,12 +79,16 @@ class WorkerPool:
             RankFailedError: the function raised on at least one rank.
             TimeoutError: some rank did not answer in time.
         """
-        if not self._processes:
-            self._start()
         message = pickle.dumps((function, args, ranks))
-        for connection in self._connections[:ranks]:
-            connection.send_bytes(message)
-        answers = self._collect(range(ranks), timeout_s, f"{function.__module__}.{function.__qualname__}")
+        try:
+            if not self._processes:
+                self._start()
+            for connection in self._connections[:ranks]:
+                connection.send_bytes(message)
+            answers = self._collect(range(ranks), timeout_s, f"{function.__module__}.{function.__qualname__}")
+        except BaseException:
+            self.kill()
+            raise
         return [answers[rank] for rank in range(ranks)]
 
     def close(self) -> None:
@@ -125,7 +130,7 @@ class WorkerPool:
         self._collect(range(len(self._contexts)), _START_TIMEOUT_S, "starting the workers")
 
     def _collect(self, ranks: range, timeout_s: float, what: str) -> dict[int, Any]:
-        """Receive one answer per rank, or kill the pool and say which rank failed and how."""
+        """Receive one answer per rank, or say which rank failed and how."""
         answers: dict[int, Any] = {}
         failures: dict[int, tuple[str, BaseException | None]] = {}
         deadline_s = time.monotonic() + timeout_s
@@ -145,7 +150,6 @@ class WorkerPool:
                 else:
                     answers[rank] = content
         if failures:
-            self.kill()
             ranks_by_text: dict[str, list[int]] = {}
             for rank, (text, _) in sorted(failures.items()):
                 ranks_by_text.setdefault(text, []).append(rank)
@@ -154,7 +158,6 @@ class WorkerPool:
             errors = {rank: error for rank, (_, error) in failures.items() if error is not None}
             raise RankFailedError("\n".join([f"{what} failed", *texts, *silent]), errors) from next(iter(errors.values()), None)
         if missing:
-            self.kill()
             raise TimeoutError(f"{what}: no answer from ranks {sorted(missing.values())} within {timeout_s:g} s")
         return answers
 
