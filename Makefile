@@ -35,6 +35,9 @@ PEERS := tests/benchmarks/peers
 # One thread per rank: on a small machine the ranks are the parallelism.
 export OMP_NUM_THREADS ?= 1
 
+# Otherwise each of the many processes that tests start would compile the package where the machine sets this variable.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo check test nightly lint types browser docs faults frameworks oldest newest bench bench-costs gpu mutation setup clean
 
 setup: $(STAMP)

@@ -38,6 +38,9 @@ settings.load_profile("check" if os.environ.get("CI") == "true" else "dev")
 # Torch loads torch._dynamo with the first optimizer, which takes each process as long as torch itself.
 multiprocessing.set_forkserver_preload(["torch.distributed", "torch._dynamo", "megabucket.ddp"])
 
+# One thread, in this process and in those that tests start: with more, the order of sums in a matrix product is another one.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 os.environ.pop("COLUMNS", None)  # what prints tables adapts to it, and so would tests of their text
 
 # A shell that starts the tests in the background lets them ignore SIGINT, and so would every process that they start.

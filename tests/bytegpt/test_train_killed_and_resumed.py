@@ -175,6 +175,7 @@ def test_a_signal_from_outside_to_every_rank_ends_all_with_its_code(start, tmp_p
     assert lines(tmp_path / "run.jsonl")[-1]["kind"] == "stop"
 
 
+@pytest.mark.nightly
 def test_a_signal_to_torchrun_reaches_the_ranks_which_save(config_path, tmp_path):
     log, folder = tmp_path / "run.jsonl", tmp_path / "run"
     overrides = [f"checkpoint.folder={folder}", f"train.log_path={log}", "train.steps=1000000", "optimizer.final_lr_fraction=1"]

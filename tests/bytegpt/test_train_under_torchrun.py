@@ -58,7 +58,13 @@ NORM_BYTES = 8  # float64
     [
         (["mode=all_reduce"], 1, [FENCE_BYTES], True),
         (["mode=reduce_scatter"], 2, [FENCE_BYTES, NORM_BYTES], True),
-        (["mode=reduce_scatter", "ddp.overlap_param_gather=true", "ddp.step_traces=true"], 2, [FENCE_BYTES, NORM_BYTES], False),
+        pytest.param(
+            ["mode=reduce_scatter", "ddp.overlap_param_gather=true", "ddp.step_traces=true"],
+            2,
+            [FENCE_BYTES, NORM_BYTES],
+            False,
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=["all-reduce", "reduce-scatter", "gather in forward"],
 )

@@ -44,6 +44,7 @@ def test_no_program_has_a_race(schedule):
     trained(schedule)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_an_order_that_is_left_out_is_a_race_of_some_program(mutant, monkeypatch):

@@ -3,6 +3,7 @@
 What forks runs in a process of its own: the tests have threads.
 """
 
+import errno
 import re
 import subprocess
 import sys
@@ -33,6 +34,7 @@ def campaign(*arguments):
     return ended.stdout
 
 
+@pytest.mark.nightly
 def test_a_save_killed_at_any_of_its_calls_leaves_the_old_or_the_new_checkpoint_whole(quick_disk):
     whole, torn = campaign("crash-points", "--where", str(quick_disk)).splitlines()
 
@@ -45,6 +47,7 @@ def test_a_save_killed_at_any_of_its_calls_leaves_the_old_or_the_new_checkpoint_
         assert new > 3
 
 
+@pytest.mark.nightly
 def test_processes_killed_at_random_moments_lose_nothing_they_have_reported(quick_disk):
     output = campaign("kills", "--kills", "40", "--seed", "3", "--where", str(quick_disk))
 
@@ -52,7 +55,9 @@ def test_processes_killed_at_random_moments_lose_nothing_they_have_reported(quic
     assert "0 failures" in output
 
 
-@pytest.mark.parametrize("code", CODES, ids=["ENOSPC", "EIO", "EROFS", "EDQUOT"])
+@pytest.mark.parametrize(
+    "code", [CODES[0], *(pytest.param(code, marks=pytest.mark.nightly) for code in CODES[1:])], ids=errno.errorcode.get
+)
 def test_a_disk_that_fails_at_any_call_on_any_rank_costs_no_checkpoint_and_is_named_on_all(quick_disk, code):
     result = run_io_errors(quick_disk, size=2, codes=(code,), report=print)
 

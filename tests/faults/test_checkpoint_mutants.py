@@ -191,6 +191,7 @@ def _execute(program, where, until, out, said):
         raise
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_mistake_is_found(mutant, quick_disk):
     campaign, mutation, found_as = MUTANTS[mutant]

@@ -9,7 +9,7 @@ from faults.player import Play
 from faults.processes import run_many
 from megabucket.ddp.step import GradSync
 
-EVERY = 53  # lines
+EVERY = 101  # lines
 
 
 @pytest.mark.slow

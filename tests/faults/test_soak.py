@@ -22,7 +22,7 @@ def test_in_every_step_the_numbers_are_right_or_all_ranks_raise_the_expected_err
     assert result.total(Name.NAMED) > 50
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_that_are_processes_come_to_the_same():
     (run,) = run_many([draw_world(3, num_episodes=25)], time_limit_s=120.0)
     in_processes, in_threads = SoakResult(3), SoakResult(3)

@@ -12,12 +12,14 @@ from megabucket.integrations import Framework, require
 PACKAGES = {"lightning", "accelerate", "megatron", "transformers"}
 
 
+@pytest.mark.slow
 def test_the_package_imports_no_framework():
     code = f"import sys, megabucket.integrations, megabucket.ddp, megabucket.optim; assert not {PACKAGES} & set(sys.modules)"
 
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("adapter", "framework", "extra"),
     [("lightning", "lightning", "lightning"), ("transformers", "accelerate", "hf"), ("megatron", "megatron-core", "megatron")],

@@ -29,10 +29,13 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 NUM_RANKS = 4
+UP_TO_FOUR = (2, 3, pytest.param(4, marks=pytest.mark.nightly))
+"""Numbers of ranks of a test that takes long: on two cores, four take as long as the others together."""
 _STOP = b"stop"
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 20.0

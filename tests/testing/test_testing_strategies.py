@@ -73,6 +73,7 @@ def test_shapes_shrink_to_one_element():
     assert minimal(param_shapes()) == (1,)
 
 
+@pytest.mark.nightly
 def test_models_shrink_to_the_fewest_parameters_of_one_element():
     assert minimal(param_specs()) == (ParamSpec("p0", (1,)),)
     assert minimal(param_specs(min_params=2)) == (ParamSpec("p0", (1,)), ParamSpec("p1", (1,)))
@@ -80,6 +81,7 @@ def test_models_shrink_to_the_fewest_parameters_of_one_element():
     assert minimal(param_specs(dtypes=["float16"], groups=["expert"])) == (ParamSpec("p0", (1,), "float16", "expert"),)
 
 
+@pytest.mark.nightly
 def test_configs_shrink_to_the_default():
     assert minimal(ddp_configs()) == DistributedDataParallelConfig()
     assert minimal(ddp_configs(layouts=["megatron"], sizings=["bucket_size"])) == DistributedDataParallelConfig(
@@ -98,10 +100,12 @@ def test_group_sizes_shrink_to_the_smallest():
     assert (minimal(dp_sizes()), minimal(dp_sizes(min_size=3))) == (1, 3)
 
 
+@pytest.mark.nightly
 def test_inputs_shrink_to_one_parameter_the_default_config_and_one_rank():
     assert minimal(layout_inputs()) == LayoutInput((ParamSpec("p0", (1,)),), DistributedDataParallelConfig(), 1, {})
 
 
+@pytest.mark.nightly
 def test_a_layout_of_two_buckets_shrinks_to_two_parameters_of_one_element():
     found = minimal(model_layouts(sizings=["bucket_size"]), lambda layout: layout.num_buckets == 2)
 
