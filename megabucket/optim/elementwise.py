@@ -109,9 +109,10 @@ def _results(
 ) -> list[torch.Tensor]:
     """Step once with each of ``grads`` on values, cut by ``cut``; return the updated values for each kind of group, 1D."""
     tried = _copy_of(optimizer, cut(before))
-    step: Callable[..., Any] = type(tried).step  # not ``tried.step``: schedulers and frameworks put functions of theirs there
-    if hasattr(step, "hooked"):  # torch's wrapper around it, which calls the hooks that serve every optimizer of the process
-        step = getattr(step, "__wrapped__", step)
+    step: Any = type(tried).step  # not ``tried.step``: schedulers and frameworks put a function of their own there
+    # Torch wraps it in a function that calls the hooks for all optimizers of the process, which need not see copies.
+    if getattr(step, "hooked", False) and step.__globals__ is vars(torch.optim.optimizer):
+        step = step.__wrapped__
     for grad_values in grads:
         for group in tried.param_groups:
             for param, grad in zip(group["params"], cut(grad_values), strict=True):

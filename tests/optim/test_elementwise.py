@@ -1,6 +1,7 @@
 """Optimizers are asked, not guessed: a copy of each steps on small tensors, whole and cut, before it gets flat shards."""
 
 import copy
+import functools
 import random
 
 import pytest
@@ -150,6 +151,20 @@ def test_the_optimizer_its_hooks_and_random_numbers_are_left_alone():
     assert [param for group in optimizer.param_groups for param in group["params"]] == own
     assert torch.equal(seed, torch.get_rng_state())
     assert hooked == []
+
+
+def test_a_step_that_passes_for_the_one_of_its_base_is_tried_itself():
+    class LayerWise(torch.optim.SGD):
+        @functools.wraps(torch.optim.SGD.step)
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.grad /= param.grad.norm()
+            return super().step(closure)
+
+    torch.optim.SGD(params((3, 4)), lr=0.1)  # torch marks the step of the base
+
+    assert "depends on others" in find_obstacle(LayerWise(params((3, 4)), lr=0.1))
 
 
 def test_each_kind_of_group_is_tried():
