@@ -111,7 +111,7 @@ def _results(
     tried = _copy_of(optimizer, cut(before))
     step: Any = type(tried).step  # not ``tried.step``: schedulers and frameworks put a function of their own there
     # Torch wraps it in a function that calls the hooks for all optimizers of the process, which need not see copies.
-    if getattr(step, "hooked", False) and step.__globals__ is vars(torch.optim.optimizer):
+    if getattr(step, "hooked", False) and step.__globals__["__name__"] == torch.optim.Optimizer.__module__:
         step = step.__wrapped__
     for grad_values in grads:
         for group in tried.param_groups:
