@@ -20,6 +20,8 @@ from megabucket.testing import LoopbackWorld
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
     pytest.skip("megatron-core is not installed: pip install megatron-core", allow_module_level=True)
 
+pytestmark = pytest.mark.slow  # megatron-core in a process of its own
+
 GROUPS = ({"params": [one for one in SHAPES if len(SHAPES[one]) > 1]}, {"params": ["norm", "scale"]})
 EVERY_CASE = pytest.mark.parametrize("name", CASES)
 

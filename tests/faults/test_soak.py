@@ -9,7 +9,7 @@ from faults.processes import run_many
 from faults.soak import SoakResult, candidates, count, draw_world, run_soak
 from megabucket.ddp.step import GradSync
 
-NUM_STEPS = 600
+NUM_STEPS = 300
 
 
 @pytest.mark.slow
