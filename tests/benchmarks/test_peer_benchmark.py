@@ -41,7 +41,7 @@ def test_a_run_that_could_not_see_a_fault_fails():
 
 
 def run(folder: Path, *arguments: str):
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests' / 'benchmarks'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests' / 'benchmarks'}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-m", "peers", "--models", "tiny", "--turns", "1", "--warmups", "1", "--folder", str(folder)]
     done = subprocess.run(
         [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False

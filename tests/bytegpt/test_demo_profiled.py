@@ -61,7 +61,7 @@ def test_two_ranks_write_one_workload(config_path, tmp_path):
 
     result = subprocess.run(
         [*command, "profile", *DEMO, "-c", str(config_path), *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"},
+        env={**os.environ, "PYTHONWARNINGS": "error"},
         capture_output=True,
         text=True,
         timeout=150,

@@ -51,7 +51,7 @@ def test_two_ranks_predict_run_and_write_a_config_that_trains(config_path, tmp_p
 
     result = subprocess.run(
         [*command, "tune", *DEMO, "-c", str(config_path), *options, "--rounds", "2", "--steps", "1", "--candidates", "2"],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"},
+        env={**os.environ, "PYTHONWARNINGS": "error"},
         capture_output=True,
         text=True,
         timeout=150,

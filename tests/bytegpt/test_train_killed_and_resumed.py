@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import random
 import signal
 import subprocess
@@ -182,7 +181,6 @@ def test_a_signal_to_torchrun_reaches_the_ranks_which_save(config_path, tmp_path
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     with subprocess.Popen(
         [*launcher, "-m", "examples.bytegpt", "-c", str(config_path), *overrides],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
         text=True,
     ) as process:

@@ -29,7 +29,7 @@ def config_path(config_file, tmp_path):
 def torchrun(*arguments, timeout_s=150):
     """Run the command line on two ranks; warnings are errors in them, too."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+    environment = {**os.environ, "PYTHONWARNINGS": "error"}
     return subprocess.run(
         [*command, "-m", "examples.bytegpt", *arguments],
         env=environment,
@@ -150,7 +150,7 @@ def test_no_thread_of_the_process_group_is_left_behind(config_path, tmp_path):
 
     result = subprocess.run(
         [*command, str(script), str(config_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
         timeout=150,

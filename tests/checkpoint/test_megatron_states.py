@@ -31,7 +31,7 @@ def states(tmp_path_factory):
     """What Megatron has saved in each case, read without running anything that a file names."""
     directory = tmp_path_factory.mktemp("megatron")
     script = Path(__file__).with_name("megatron_states.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
     made = subprocess.run(
         [sys.executable, script, directory], env=environment, capture_output=True, text=True, timeout=240, check=False
     )

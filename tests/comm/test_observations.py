@@ -15,7 +15,6 @@ class Scene:
         self.now_s = 0.0
         self.dead = set()
         self.beats = {rank: BEAT._replace(process=BEAT.process._replace(pid=rank)) for rank in (1, 2)}
-        self.asked_at_s = None  # the store answers at once
         self.seen = Observations("fence", number=41, rank=0, size=3, is_gone=lambda who: who.pid in self.dead)
 
     def beat(self, rank, **changes):
@@ -24,8 +23,7 @@ class Scene:
     def look(self, times=1, after_s=0.1):
         for _ in range(times):
             self.now_s += after_s
-            asked_at_s = self.now_s if self.asked_at_s is None else self.asked_at_s
-            self.seen.note(View(asked_at_s, self.beats), self.now_s)
+            self.seen.note(View(self.now_s, self.beats), self.now_s)
         return self.seen
 
 

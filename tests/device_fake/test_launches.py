@@ -90,7 +90,10 @@ def device(monkeypatch):
         yield made
 
 
-@pytest.fixture(params=[(2, 1), (2, 2), (4, 2)], ids=lambda shape: "{} buckets of {}".format(*shape))
+@pytest.fixture(
+    params=[(2, 1), (2, 2), (4, 2), *(pytest.param(shape, marks=pytest.mark.nightly) for shape in ((4, 1), (8, 2)))],
+    ids=lambda shape: "{} buckets of {}".format(*shape),
+)
 def shape(request):
     return request.param
 

@@ -59,7 +59,7 @@ def test_the_python_blocks_of_a_page_run_from_top_to_bottom(page, tmp_path, monk
 )
 def test_the_loop_of_the_readme_runs_as_it_is_pasted(launcher, tmp_path):
     (tmp_path / "loop.py").write_text(PYTHON_BLOCK.search((ROOT / "README.md").read_text()).group(1))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
     command = [sys.executable, *launcher, "loop.py"]
 
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
@@ -87,9 +87,8 @@ def test_no_relative_link_is_broken(page):
 @pytest.mark.parametrize(("example", "num_ranks"), EXAMPLES + ON_FOUR_RANKS, ids=page_id)
 def test_an_example_runs_on_several_ranks(example, num_ranks, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), str(example)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
 
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.strip(), "an example shows something"

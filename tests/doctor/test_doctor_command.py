@@ -40,7 +40,7 @@ def invoke(*arguments):
 def torchrun(*arguments, ranks=RANKS, timeout_s=150):
     """Start ranks; warnings are errors in them, too."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+    environment = {**os.environ, "PYTHONWARNINGS": "error"}
     return subprocess.run(
         [*command, *arguments], env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
     )

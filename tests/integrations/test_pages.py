@@ -23,7 +23,7 @@ def needing(framework: str, path: str):
 
 def run(command: list[str], folder: Path) -> str:
     paths = os.pathsep.join((str(ROOT), str(ROOT / "tests/ranks")))  # the second one has the shim for Megatron
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
     )

@@ -1,7 +1,6 @@
 """Calibrations: the line through measured times, what is said about it, the file, and the command under torchrun."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -165,7 +164,6 @@ def test_under_torchrun_a_wrong_file_is_found_first_and_a_right_one_holds_a_usab
 
     done = subprocess.run(
         [*torchrun, str(script), json.dumps(commands)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,

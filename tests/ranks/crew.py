@@ -21,7 +21,6 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -124,18 +123,17 @@ def crew(
     with tempfile.TemporaryDirectory(prefix="megabucket-crew-", ignore_cleanup_errors=True) as directory:
         meeting = tcp_port if tcp_port is not None else str(Path(directory) / "store")
         processes, connections = [], []
-        with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
-            for rank in range(ranks):
-                ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=_serve,
-                    args=(theirs, rank, ranks, meeting, is_host_first and rank == 0, group_timeout_s, function, args),
-                    daemon=True,
-                )
-                process.start()
-                theirs.close()
-                processes.append(process)
-                connections.append(ours)
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(theirs, rank, ranks, meeting, is_host_first and rank == 0, group_timeout_s, function, args),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            processes.append(process)
+            connections.append(ours)
         started = Crew(processes, connections)
         try:
             started.expect_all("started", timeout_s=START_S)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import os
 import pickle
 import shutil
 import sys
@@ -27,15 +26,14 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 NUM_RANKS = 4
-UP_TO_FOUR = (2, 3, pytest.param(4, marks=pytest.mark.nightly))
-"""Numbers of ranks of a test that takes long: on two cores, four take as long as the others together."""
+FOUR_AT_NIGHT = pytest.param(4, marks=pytest.mark.nightly)
+"""Of the ranks of a test that takes long: on two cores, four take as long as the others together."""
 _STOP = b"stop"
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 20.0
@@ -122,14 +120,13 @@ class WorkerPool:
 
     def _start(self) -> None:
         self._directory = tempfile.mkdtemp(prefix="megabucket-pool-")
-        with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
-            for rank, context in enumerate(self._contexts):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(theirs, rank, len(self._contexts), self._directory), daemon=True)
-                process.start()
-                theirs.close()
-                self._processes.append(process)
-                self._connections.append(ours)
+        for rank, context in enumerate(self._contexts):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, len(self._contexts), self._directory), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
         self._collect(range(len(self._contexts)), _START_TIMEOUT_S, "starting the workers")
 
     def _collect(self, ranks: range, timeout_s: float, what: str) -> dict[int, Any]:

@@ -31,7 +31,7 @@ def train_without_a_stop(rank: Rank, root: str) -> None:
 def test_a_run_that_torchrun_starts_again_ends_as_one_that_was_not_interrupted(pool, tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     command = [sys.executable, *launcher, str(EXAMPLES / "elastic.py"), str(tmp_path / "broken"), "7"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     pool.run(train_without_a_stop, str(tmp_path / "whole"), ranks=2)

@@ -633,12 +633,11 @@ print(f"{time.monotonic():.3f}", flush=True)
 @contextmanager
 def started_programs(ranks: int, store: str, how: str) -> Iterator[list[subprocess.Popen[str]]]:
     """Real programs, which end as programs do, unlike the processes of a crew."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with ExitStack() as stack:
         programs = []
         for rank in range(ranks):
             command = [sys.executable, "-W", "error", "-c", PROGRAM, str(rank), str(ranks), store, how]
-            program = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             stack.enter_context(program)
             stack.callback(program.kill)
             programs.append(program)

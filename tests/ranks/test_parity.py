@@ -59,7 +59,7 @@ def sizes(request) -> Sequence[int]:
 
 @pytest.fixture(scope="module")
 def microbatches(request) -> Sequence[int]:
-    """One microbatch is what test_torch_ddp.py, test_one_rank.py and test_exact.py have: here it waits for the night."""
+    """One microbatch is in test_torch_ddp.py, to 1e-6 of torch DDP: within these bounds it waits for the night."""
     return (3,) if "not nightly" in request.config.option.markexpr else (1, 3)
 
 

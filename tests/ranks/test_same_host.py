@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -662,11 +661,9 @@ except PeerFailedError as error:
 def test_a_program_that_ends_with_an_exception_tells_the_others_which(tmp_path):
     script = tmp_path / "ends.py"
     script.write_text(ENDS_WITH_A_TRACEBACK)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     programs = [
         subprocess.Popen(
             [sys.executable, str(script), str(rank), str(tmp_path / "store")],
-            env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
