@@ -8,7 +8,7 @@
 #   VENV      where the environment lives            (default .venv)
 #   PIP_ARGS  extra arguments of pip install         (for example --index-url ... for a CPU build of torch)
 #   RANKS     processes of the demo                  (default 2)
-#   JOBS      tests that run at once                 (default 5: many of them wait)
+#   JOBS      tests that run at once                 (default 5: many of them wait; 3 at night)
 #   BENCH     what `make bench` measures             (default: everything; docs/benchmarks.md; BENCH=--help)
 #   GPU       what `make gpu` tries                  (default: everything; docs/gpu.md; GPU=--help)
 #   FAULTS    which faults `make faults` makes       (default: every; docs/faults.md)
@@ -51,7 +51,7 @@ demo: $(STAMP)
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m examples.bytegpt
 
 # Tests that take long or need more than torch are marked `nightly`; those that start processes are marked `dist`.
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 check: lint types
 	$(PYTEST) -m "not nightly and not dist and not slow"
@@ -59,6 +59,8 @@ check: lint types
 test: lint types
 	$(PYTEST) -m "not nightly" --durations=25
 
+# At night many tests start four ranks.
+nightly: JOBS := 3
 nightly: lint types browser docs
 	$(PYTEST) --hypothesis-profile nightly --timeout 1200 --durations=25
 	PYTHONPATH=tests $(BIN)/python -m faults interrupts
