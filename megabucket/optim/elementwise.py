@@ -1,8 +1,8 @@
 """Tests whether an optimizer updates each element independently of the others, as flat shards require.
 
-Neither the class nor the name of an optimizer tells. So copies of it step on the same small tensors, once as whole parameters
-and once cut into flat shards, and the results are compared. The optimizer itself, its parameters and state, and the random
-number generators are not changed.
+Of torch's own classes it is known. Of others neither the class nor the name tells. So copies of the optimizer step on the same
+small tensors, once as whole parameters and once cut into flat shards, and the results are compared. The optimizer itself, its
+parameters and state, and the random number generators are not changed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,23 @@ import torch
 from megabucket.errors import ConfigError
 from megabucket.optim.state_dict import is_per_element
 
+_KNOWN: Final = frozenset(
+    {
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
+"""Classes that are elementwise in every torch from 2.11 on. A subclass is tried."""
+
 _SHAPES: Final = ((12,), (8, 6), (4, 3, 2, 2), (140, 130))
 """Of whole parameters. The last is large: some optimizers treat only large matrices by rows and columns."""
 _NUMELS: Final = tuple(map(prod, _SHAPES))
@@ -33,7 +50,7 @@ _IN_NO_COMPARISON: Final = frozenset({"params", "param_names", "initial_lr", *_O
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose update of one element depends on others. ``optimizer.is_elementwise`` overrides the trial.
+    """Refuse an optimizer whose update of one element depends on others. ``optimizer.is_elementwise`` replaces the trial.
 
     Raises:
         ConfigError: the trial or ``is_elementwise`` says that it does, or the trial fails and there is no ``is_elementwise``;
@@ -52,7 +69,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
             "steps on its own: the two would drift apart. Leave master_weights out."
         )
     declared = getattr(optimizer, "is_elementwise", None)
-    if declared:
+    if declared or (declared is None and type(optimizer) in _KNOWN):
         return
     reason = "it declares is_elementwise = False" if declared is not None else find_obstacle(optimizer)
     if reason:

@@ -10,7 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import megabucket as mb
 from megabucket.errors import ConfigError
-from megabucket.optim.elementwise import check_elementwise, find_obstacle
+from megabucket.optim.elementwise import _KNOWN, check_elementwise, find_obstacle
 
 
 def params(*shapes):
@@ -127,6 +127,10 @@ def test_elementwise_optimizers_are_taken_also_at_the_start_of_a_warmup(build, h
         optimizer.step()
 
     assert find_obstacle(optimizer) == ""
+
+
+def test_those_of_torch_that_are_known_pass_the_trial_above():
+    assert {type(build(params((2,)))) for build in ELEMENTWISE.values()} - {Rule} == _KNOWN
 
 
 def test_the_optimizer_its_hooks_and_random_numbers_are_left_alone():
