@@ -1,12 +1,10 @@
 """``megabucket tune`` over the demo: the closed loop under torchrun, what it writes, and what it refuses."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import yaml
+from launched import run_launched
 from typer.testing import CliRunner
 
 from examples.bytegpt.config import load_demo_config
@@ -43,20 +41,17 @@ FASTER = {DEFAULT: (0.02,) * 10, "other": (0.01,) * 10}
 NOISE = {DEFAULT: (0.01, 0.02) * 5, "other": (0.02, 0.01) * 5}
 
 
+def megabucket(*arguments):
+    app(arguments, prog_name="megabucket")
+
+
 @pytest.mark.dist
 def test_two_ranks_predict_run_and_write_a_config_that_trains(config_path, tmp_path):
     out, evidence = tmp_path / "new" / "tuned.yaml", tmp_path / "tune.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megabucket"]
     options = ["--out", str(out), "--evidence", str(evidence), "--modes", "both"]
 
-    result = subprocess.run(
-        [*command, "tune", *DEMO, "-c", str(config_path), *options, "--rounds", "2", "--steps", "1", "--candidates", "2"],
-        env={**os.environ, "PYTHONWARNINGS": "error"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+    arguments = ["tune", *DEMO, "-c", str(config_path), *options, "--rounds", "2", "--steps", "1", "--candidates", "2"]
+    result = run_launched(megabucket, arguments, tmp_path / "said", warnings_are_errors=True)
 
     assert result.returncode == 0, result.stderr
     # Two candidates share an error of 5 %, on either side of their intervals: 2**-7 <= 0.05 / 2 / 2.

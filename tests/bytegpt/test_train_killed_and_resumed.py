@@ -9,7 +9,8 @@ import sys
 import time
 
 import pytest
-from train_ranks import LIMIT_S, Job
+from launched import LIMIT_S
+from train_ranks import start_training
 
 from megabucket.checkpoint.offline import compare
 from megabucket.checkpoint.stored import open_checkpoint
@@ -37,7 +38,7 @@ def start(config_path, tmp_path):
 
     def start(name, *overrides, **options):
         paths = [f"checkpoint.folder={tmp_path / name}", f"train.log_path={tmp_path / name}.jsonl"]
-        return Job(["-c", str(config_path), *paths, *overrides], tmp_path / f"said-{next(numbers)}", **options)
+        return start_training(["-c", str(config_path), *paths, *overrides], tmp_path / f"said-{next(numbers)}", **options)
 
     return start
 

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from train_ranks import Job
+from launched import run_launched
+from train_ranks import train
 
 RANKS = 2
 
@@ -41,11 +42,8 @@ def torchrun(*arguments, timeout_s=150):
 
 
 def forked(directory, *arguments):
-    """Run the same on two ranks that are forked; return what ``torchrun`` returns, the exit code being the worst of them."""
-    with Job(arguments, directory / "said", warnings_are_errors=True) as job:
-        codes, _ = job.finish()
-        out, err = map("".join, zip(*job.printed(), strict=True))
-    return subprocess.CompletedProcess(arguments, max(codes, key=abs), out, err)
+    """Run the same on two ranks that are forked."""
+    return run_launched(train, (arguments,), directory / "said", warnings_are_errors=True)
 
 
 FENCE_BYTES = 6 * 8  # int64

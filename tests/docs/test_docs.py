@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from launched import run_launched, run_script
 
 import megabucket
 
@@ -22,22 +23,16 @@ OF_FRAMEWORKS = {
 }
 # By day smaller tests hold what these show: README's loop, tests/checkpoint, and in tests/ranks test_ladder_example.py,
 # test_fabric.py and test_parallel_groups_on_ranks.py.
-BY_NIGHT = {"checkpoint_resume.py", "elastic.py", "hsdp.py", "ladder.py", "overlap_on_a_fabric.py", "train_loop.py"}
-EXAMPLES = [
-    pytest.param(path, 2, marks=pytest.mark.nightly if path.name in BY_NIGHT else ())
-    for path in sorted((ROOT / "examples").glob("*.py"))
-    if path.name not in OF_FRAMEWORKS
-]
-ON_FOUR_RANKS = [
-    pytest.param(ROOT / "examples" / name, 4, marks=pytest.mark.nightly) for name in ("hsdp.py", "moe.py", "tensor_parallel.py")
-]
+BY_NIGHT = ("checkpoint_resume.py", "elastic.py", "hsdp.py", "ladder.py", "overlap_on_a_fabric.py", "train_loop.py")
+BY_DAY = sorted({path.name for path in (ROOT / "examples").glob("*.py")} - set(BY_NIGHT) - OF_FRAMEWORKS)
+ON_FOUR_RANKS = ("hsdp.py", *BY_DAY)
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
 HEADING = re.compile(r"^#{1,3} (.*)$", re.MULTILINE)
 
 
-def page_id(value: Path | int) -> str:
-    return str(value.relative_to(ROOT) if isinstance(value, Path) else value)
+def page_id(path: Path) -> str:
+    return str(path.relative_to(ROOT))
 
 
 @pytest.mark.parametrize(
@@ -84,12 +79,22 @@ def test_no_relative_link_is_broken(page):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("example", "num_ranks"), EXAMPLES + ON_FOUR_RANKS, ids=page_id)
-def test_an_example_runs_on_several_ranks(example, num_ranks, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), str(example)]
+@pytest.mark.parametrize("name", BY_DAY)
+def test_an_example_runs_on_two_ranks(name, tmp_path):
+    check_example(run_launched(run_script, (ROOT / "examples" / name, tmp_path), tmp_path / "said"))
 
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
 
+@pytest.mark.dist
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "num_ranks"), [*((name, 2) for name in BY_NIGHT), *((name, 4) for name in ON_FOUR_RANKS)])
+def test_an_example_runs_under_torchrun(name, num_ranks, tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command = [*launcher, str(ROOT / "examples" / name)]
+
+    check_example(subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False))
+
+
+def check_example(done):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.strip(), "an example shows something"
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from launched import run_launched, run_script
 from typer.testing import CliRunner
 
 from megabucket.cli.main import app
@@ -37,13 +38,11 @@ def invoke(*arguments):
     return CliRunner().invoke(app, ["doctor", *arguments])
 
 
-def torchrun(*arguments, ranks=RANKS, timeout_s=150):
+def torchrun(*arguments):
     """Start ranks; warnings are errors in them, too."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     environment = {**os.environ, "PYTHONWARNINGS": "error"}
-    return subprocess.run(
-        [*command, *arguments], env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
-    )
+    return subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, timeout=150, check=False)
 
 
 def check_schema(report):
@@ -109,7 +108,7 @@ class TestAlone:
 
 
 @pytest.mark.dist
-class TestUnderTorchrun:
+class TestOnRanks:
     def test_two_ranks_over_gloo_are_healthy_and_only_the_first_one_prints(self):
         result = torchrun("-m", "megabucket", "doctor", "-c", "configs/bytegpt.yaml", "--json")
 
@@ -132,7 +131,7 @@ class TestUnderTorchrun:
             "app(['doctor', '-c', 'configs/bytegpt.yaml', f'ddp.bucket_size={size}', '--json'])\n"
         )
 
-        result = torchrun(str(script))
+        result = run_launched(run_script, (script, Path.cwd()), tmp_path / "said", warnings_are_errors=True)
 
         assert result.returncode == 1
         report = json.loads(result.stdout)

@@ -1,14 +1,13 @@
 """Calibrations: the line through measured times, what is said about it, the file, and the command under torchrun."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from launched import run_launched, run_script
 from typer.testing import CliRunner
 
 from megabucket.cli.calibrate import _lines
@@ -152,7 +151,7 @@ if os.environ["RANK"] == "0":
 
 
 @pytest.mark.dist
-def test_under_torchrun_a_wrong_file_is_found_first_and_a_right_one_holds_a_usable_link(tmp_path):
+def test_on_ranks_a_wrong_file_is_found_first_and_a_right_one_holds_a_usable_link(tmp_path):
     script, out = tmp_path / "commands.py", tmp_path / "out" / "link.yaml"
     script.write_text(COMMANDS)
     few = ["--max-bytes", "20K", "--repetitions", "2", "fabric.latency_s=1e-3", "fabric.bytes_per_s=1e7"]
@@ -160,15 +159,8 @@ def test_under_torchrun_a_wrong_file_is_found_first_and_a_right_one_holds_a_usab
         ["--out", str(tmp_path), *few],
         ["--out", str(out), "--json", "--operation", "all_reduce", "--operation", "all_gather", "--dtype", "bfloat16", *few],
     ]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
-    done = subprocess.run(
-        [*torchrun, str(script), json.dumps(commands)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_launched(run_script, (script, tmp_path, json.dumps(commands)), tmp_path / "said")
 
     assert done.returncode == 0, done.stderr
     printed, _, codes = done.stdout.rpartition("codes ")
