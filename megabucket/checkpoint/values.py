@@ -133,7 +133,9 @@ def capture_rng(device: torch.device) -> dict[str, torch.Tensor]:
     states = {"python": random.getstate(), "numpy": np.random.get_state(legacy=True)}
     texts = {name: json.dumps(state, default=np.ndarray.tolist) for name, state in states.items()}
     found = {name: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) for name, text in texts.items()}
-    found["torch"] = torch.get_rng_state()
+    # get_rng_state() holds the lock of the generator while Python makes an object. If that collects garbage, freeing a large
+    # tensor lets another thread run, and one that wants the generator, too, waits with Python's lock: neither ever goes on.
+    found["torch"] = torch.default_generator.clone_state().get_state()
     if Accelerator.of(device) is not None:
         found[device.type] = torch.get_device_module(device).get_rng_state(device)
     return found

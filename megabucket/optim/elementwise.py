@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any, Final
 
@@ -86,9 +87,8 @@ def find_obstacle(optimizer: torch.optim.Optimizer) -> str:
     if not any(group["params"] for group in optimizer.param_groups):
         return ""
     device = next(param.device for group in optimizer.param_groups for param in group["params"])
-    devices = [] if device.type == "cpu" else [device]  # beside the generator of the host
     try:
-        with torch.random.fork_rng(devices, device_type=device.type), torch.no_grad():
+        with _same_random_numbers(device), torch.no_grad():
             before, grads = _values(device), [_values(device, step=step) for step in range(len(_GRAD_SCALES))]
             wholes = _results(optimizer, before, grads, _whole)
             for num_shards in _SHARD_COUNTS:
@@ -99,6 +99,20 @@ def find_obstacle(optimizer: torch.optim.Optimizer) -> str:
     except Exception as error:  # whatever the code of an optimizer raises
         return f"a copy of it could not be tried on small tensors ({type(error).__name__}: {error})"
     return ""
+
+
+@contextmanager
+def _same_random_numbers(device: torch.device) -> Iterator[None]:
+    """Leave the generators of host and device as they were."""
+    host = torch.default_generator.clone_state()  # not get_rng_state(): see checkpoint/values.py
+    of_device = None if device.type == "cpu" else torch.get_device_module(device)
+    before = None if of_device is None else of_device.get_rng_state(device)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(host.get_state())
+        if of_device is not None:
+            of_device.set_rng_state(before, device)
 
 
 def _values(device: torch.device, *, step: int | None = None) -> torch.Tensor:
