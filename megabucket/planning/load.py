@@ -33,13 +33,16 @@ _VALUE_CHARS: Final = 60
 # What pydantic says about these is about Python, not about the file.
 _MESSAGES: Final = {
     "missing": "is required",
+    "missing_argument": "is required",  # older pydantics say so of named tuples
     "union_tag_not_found": "kind is required; it says which sort this is",
     "model_type": "should be a section with keys",
     "dict_type": "should be a section with keys",
     "model_attributes_type": "should be a section with keys",
     "named_tuple_type": "should be a section with keys",
+    "arguments_type": "should be a section with keys",
     "tuple_type": "should be a list",
     "extra_forbidden": "is not a known key",
+    "unexpected_keyword_argument": "is not a known key",
 }
 
 

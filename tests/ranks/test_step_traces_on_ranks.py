@@ -78,7 +78,7 @@ def ranges_in_torch_profiler(rank: Rank, switches: dict[str, object]) -> tuple[l
         ddp.finish_param_sync()  # torch's profiler may fail where it ends, or begins, while a collective is on its way
 
     step()  # nothing overlaps in the first step
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
         step()
     found = [(e.name, e.time_range.start, e.time_range.end) for e in profiler.events() if e.name.startswith("megabucket")]
     groups, weights = [group.label for group in ddp.bucket_groups], flat(trainable(model))

@@ -69,7 +69,7 @@ def test_on_cuda_a_range_is_one_of_nvtx_as_well(monkeypatch):
     monkeypatch.setattr(torch.cuda.nvtx, "range", nvtx_range)
     new_range = profiler_range(torch.device("cuda", 0))
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profiler, new_range("megabucket: launch bucket 0"):
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler, new_range("megabucket: launch bucket 0"):
         torch.ones(1)
 
     assert entered == ["megabucket: launch bucket 0", "end"]
