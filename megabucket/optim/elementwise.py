@@ -69,8 +69,8 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
             f"{kind}(master_weights=True) keeps float32 copies of the parameters, and so does a DistributedOptimizer, which "
             "steps on its own: the two would drift apart. Leave master_weights out."
         )
-    declared = getattr(optimizer, "is_elementwise", None)
-    if declared or (declared is None and type(optimizer) in _KNOWN):
+    declared = getattr(optimizer, "is_elementwise", True if type(optimizer) in _KNOWN else None)
+    if declared:
         return
     reason = "it declares is_elementwise = False" if declared is not None else find_obstacle(optimizer)
     if reason:
