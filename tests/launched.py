@@ -75,6 +75,13 @@ def run_launched(main, arguments, said, **options):
     return subprocess.CompletedProcess(arguments, max(codes, key=abs), out, err)
 
 
+def torchrun(*arguments):
+    """Run ``torchrun arguments`` on two ranks to the end; warnings are errors in them."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *map(str, arguments)]
+    environment = os.environ | {"PYTHONWARNINGS": "error"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
 def run_script(script, directory, *arguments):
     """Be ``python script arguments``, called in that directory; a ``main`` for ranks."""
     os.chdir(directory)

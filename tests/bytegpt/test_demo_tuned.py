@@ -4,7 +4,7 @@ import json
 
 import pytest
 import yaml
-from launched import run_launched
+from launched import run_launched, torchrun
 from typer.testing import CliRunner
 
 from examples.bytegpt.config import load_demo_config
@@ -46,12 +46,16 @@ def megabucket(*arguments):
 
 
 @pytest.mark.dist
-def test_two_ranks_predict_run_and_write_a_config_that_trains(config_path, tmp_path):
+@pytest.mark.parametrize("is_forked", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["forked", "torchrun"])
+def test_two_ranks_predict_run_and_write_a_config_that_trains(is_forked, config_path, tmp_path):
     out, evidence = tmp_path / "new" / "tuned.yaml", tmp_path / "tune.json"
     options = ["--out", str(out), "--evidence", str(evidence), "--modes", "both"]
 
     arguments = ["tune", *DEMO, "-c", str(config_path), *options, "--rounds", "2", "--steps", "1", "--candidates", "2"]
-    result = run_launched(megabucket, arguments, tmp_path / "said", warnings_are_errors=True)
+    if is_forked:
+        result = run_launched(megabucket, arguments, tmp_path / "said", warnings_are_errors=True)
+    else:
+        result = torchrun("-m", "megabucket", *arguments)
 
     assert result.returncode == 0, result.stderr
     # Two candidates share an error of 5 %, on either side of their intervals: 2**-7 <= 0.05 / 2 / 2.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from launched import run_launched, run_script
+from launched import run_launched, run_script, torchrun
 from typer.testing import CliRunner
 
 from megabucket.cli.main import app
@@ -36,13 +35,6 @@ def alone(monkeypatch):
 
 def invoke(*arguments):
     return CliRunner().invoke(app, ["doctor", *arguments])
-
-
-def torchrun(*arguments):
-    """Start ranks; warnings are errors in them, too."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    environment = {**os.environ, "PYTHONWARNINGS": "error"}
-    return subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, timeout=150, check=False)
 
 
 def check_schema(report):

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from launched import run_launched, run_script
+from launched import run_launched, run_script, torchrun
 from typer.testing import CliRunner
 
 from megabucket.cli.calibrate import _lines
@@ -151,7 +151,8 @@ if os.environ["RANK"] == "0":
 
 
 @pytest.mark.dist
-def test_on_ranks_a_wrong_file_is_found_first_and_a_right_one_holds_a_usable_link(tmp_path):
+@pytest.mark.parametrize("is_forked", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["forked", "torchrun"])
+def test_on_ranks_a_wrong_file_is_found_first_and_a_right_one_holds_a_usable_link(is_forked, tmp_path):
     script, out = tmp_path / "commands.py", tmp_path / "out" / "link.yaml"
     script.write_text(COMMANDS)
     few = ["--max-bytes", "20K", "--repetitions", "2", "fabric.latency_s=1e-3", "fabric.bytes_per_s=1e7"]
@@ -160,7 +161,8 @@ def test_on_ranks_a_wrong_file_is_found_first_and_a_right_one_holds_a_usable_lin
         ["--out", str(out), "--json", "--operation", "all_reduce", "--operation", "all_gather", "--dtype", "bfloat16", *few],
     ]
 
-    done = run_launched(run_script, (script, tmp_path, json.dumps(commands)), tmp_path / "said")
+    text = json.dumps(commands)
+    done = run_launched(run_script, (script, tmp_path, text), tmp_path / "said") if is_forked else torchrun(script, text)
 
     assert done.returncode == 0, done.stderr
     printed, _, codes = done.stdout.rpartition("codes ")
