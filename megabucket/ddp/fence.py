@@ -59,6 +59,8 @@ class Report:
     num_microbatches: int = 0
     num_skipped_forwards: int = 0
     num_dropped_steps: int = 0
+    num_abandoned_steps: int = 0
+    """Steps of this rank, since the last agreement, that ended between a forward and its backward."""
     num_updates: int = 0
     """Optimizer steps since the last agreement."""
     missed_update: str = ""
@@ -71,6 +73,8 @@ class Report:
     """Of the update after this fence if ``is_committing``, else of updates since the last fence. Sent as texts."""
     is_committing: bool = False
     """Whether the optimizer updates right after this fence."""
+    grad_change: str = ""
+    """The collective change of the reduced gradients that comes right after this fence, with its arguments."""
     force_all_reduce: bool = False
 
     @property
@@ -171,7 +175,8 @@ class StepCounters:
         self._generation = 0  # increases with each dropped step, whose forwards no longer count
         self._updates: list[Hyperparameters] = []
         self._grad_scale = 1.0  # product of the factors of scale_gradients()
-        self._num_loads = self._num_dropped_steps = 0
+        self._num_loads = self._num_dropped_steps = self._num_abandoned_steps = 0
+        self._has_cleared_forwards = False  # zero_grad() came after forwards of the step, and no backward since
         self._missed_update = ""
         self.step_number = -1
         """The user's number of the step; -1: none."""
@@ -180,6 +185,8 @@ class StepCounters:
         """Parameters whose reduced gradient was not cleared when the step began."""
         self.hyperparameters: Hyperparameters = ()
         """Of the coming update; read when the optimizer commits."""
+        self.grad_change = ""
+        """See ``Report``."""
         self.wants_stop = False
         """Whether this rank was asked to stop. Sent with every fence."""
         self.stop_is_wanted = False
@@ -193,6 +200,13 @@ class StepCounters:
         self.num_updates, self._missed_update = other.num_updates, other._missed_update
         self._updates = list(other._updates)
 
+    def note_forward(self) -> None:
+        """Count a training forward that begins."""
+        if self._has_cleared_forwards:  # no backward will reach those, so their step is over
+            self._has_cleared_forwards = False
+            self._num_abandoned_steps += 1
+        self.num_open_forwards += 1
+
     def reached_forward(self) -> Callable[[], None]:
         """Return a callback for when a backward reaches the forward that has just ended; later calls do nothing."""
         generation, is_reached = self._generation, False
@@ -201,6 +215,7 @@ class StepCounters:
             nonlocal is_reached
             if not is_reached and generation == self._generation:
                 self.num_open_forwards -= 1
+                self._has_cleared_forwards = False  # zero_grad() was called between forward and backward
             is_reached = True
 
         return note_reached
@@ -235,6 +250,10 @@ class StepCounters:
         """Count a step whose gradients were cleared instead of used."""
         self._num_dropped_steps += 1
 
+    def note_cleared(self) -> None:
+        """Note ``zero_grad()`` in a step of which no bucket was sent: it may come between a forward and its backward."""
+        self._has_cleared_forwards = self.num_open_forwards > 0
+
     def note_grad_scale(self, factor: float) -> None:
         """Note that the reduced gradients were multiplied."""
         self._grad_scale *= factor
@@ -264,11 +283,13 @@ class StepCounters:
             "num_microbatches": self.num_microbatches,
             "num_skipped_forwards": self.num_open_forwards if self._counts_skipped_forwards else 0,
             "num_dropped_steps": self._num_dropped_steps,
+            "num_abandoned_steps": self._num_abandoned_steps,
             "num_updates": self.num_updates,
             "num_loads": self._num_loads,
             "kept": self.kept,
             "hyperparameters": tuple(updates),
             "is_committing": is_committing,
+            "grad_change": self.grad_change,
             "force_all_reduce": force_all_reduce,
             "sent_buckets": sent_buckets,
         }
@@ -302,13 +323,14 @@ class StepCounters:
         Args:
             is_over: whether the step was dropped; then its open forwards no longer count.
         """
-        self.num_microbatches = self.num_updates = self._num_dropped_steps = self._num_loads = 0
+        self.num_microbatches = self.num_updates = self._num_loads = 0
+        self._num_dropped_steps = self._num_abandoned_steps = 0
         self.kept, self._grad_scale, self._missed_update = (), 1.0, ""
         self._updates.clear()
         self.problems.clear()
         if is_over:
             self._generation += 1
-            self.num_open_forwards = 0
+            self.num_open_forwards, self._has_cleared_forwards = 0, False
 
 
 class Fence:
@@ -455,9 +477,11 @@ def _fingerprint(*facts: Any) -> int:
 _COMPARED: Final[tuple[tuple[str, type[MegabucketError], str], ...]] = (
     ("step_number", errors.StepMismatchError, "the caller's step numbers"),
     ("num_dropped_steps", errors.StepMismatchError, "dropped steps (zero_grad() without an optimizer step)"),
+    ("num_abandoned_steps", errors.StepMismatchError, "steps that ended in zero_grad() between forward and backward"),
     ("num_skipped_forwards", errors.StepMismatchError, "training forwards that no backward has reached"),
     ("num_microbatches", errors.MicrobatchMismatchError, ""),
     ("kept", errors.StepMismatchError, "steps begun without clearing the last gradients (zero_grad()) of {names}"),
+    ("grad_change", errors.ScheduleMismatchError, "the change of reduced gradients by hand"),
     ("is_committing", errors.ScheduleMismatchError, "finish_grad_sync() before the optimizer step (0: called)"),
     ("force_all_reduce", errors.ScheduleMismatchError, "force_all_reduce"),
 )
@@ -501,6 +525,12 @@ def _errors(step: int, num_buckets: int, reports: Sequence[Report]) -> Iterator[
         yield errors.StepMismatchError(step=step, what="kept gradients or hyperparameters (checksums)", by_rank=by_rank)
 
 
+def num_steps_ahead(reports: Sequence[Report], *, rank: int) -> int:
+    """Return how many more steps than the other ranks this rank has begun since the last agreement."""
+    by_rank = {report.rank: report.num_abandoned_steps for report in reports}
+    return by_rank[rank] - min(by_rank.values()) if all(report.ends_step for report in reports) else 0
+
+
 def _updates_that_differ(step: int, reports: Sequence[Report]) -> Iterator[MegabucketError]:
     if by_rank := _differing(reports, lambda report: report.num_updates):
         failures = _problems_of(reports, errors.PeerFailedError)
@@ -542,7 +572,7 @@ def _disagreements(step: int, reports: Sequence[Report]) -> Iterator[MegabucketE
             odd = [kept for kept in dict.fromkeys(chain.from_iterable(values)) if num_ranks[kept] < len(values)]
             values = [int(bool(odd) and odd[0] in value) for value in values]
             what = what.format(names=name_list(odd))  # noqa: PLW2901 - the same text with names
-        by_rank = tuple(map(int, values))
+        by_rank = tuple(value or "none" if isinstance(value, str) else int(value) for value in values)
         if len(set(by_rank)) > 1:
             yield kind(step=step, by_rank=by_rank, **({"what": what} if what else {}))  # type: ignore[call-arg]
     for name, texts in _differing_hyperparameters(reports):

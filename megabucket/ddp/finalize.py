@@ -11,7 +11,9 @@ ranks that own the same one; wrapping has compared that they do. The norm comes 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
+from numbers import Real
 
 import torch
 
@@ -50,11 +52,13 @@ def finalize_grads(
         ddp.finish_grad_sync()
         with ddp.sync.call("finalize_grads()") as call:
             call.entries = [("num_tokens is given:", num_tokens is not None)]
-            if num_tokens is not None and ddp.policy.averages:
-                raise ConfigError(
-                    "finalize_grads() got num_tokens, but grad_reduction='mean' has divided the gradients by the number of "
-                    "ranks: they would be divided twice. Set grad_reduction='sum', and let the loss be a sum over tokens."
-                )
+            if num_tokens is not None:
+                if ddp.policy.averages:
+                    raise ConfigError(
+                        "finalize_grads() got num_tokens, but grad_reduction='mean' has divided the gradients by the number of "
+                        "ranks: they would be divided twice. Set grad_reduction='sum', and let the loss be a sum over tokens."
+                    )
+                num_tokens = _checked(num_tokens, ddp)
     for ddp in wrappers:
         if not ddp.sync.skip_reason:
             with ddp.sync.failing_on_all_ranks("finalize_grads()", UPDATING):
@@ -64,6 +68,24 @@ def finalize_grads(
             total = _total_tokens(wrappers[0], num_tokens)
         for ddp in wrappers:
             ddp.scale_gradients(1.0 / max(total, 1.0))
+
+
+def _checked(num_tokens: object, ddp: DistributedDataParallel) -> float:
+    """Return the tokens of this rank as a number, before any rank sends its own.
+
+    Raises:
+        ConfigError: it is no finite number >= 0, or a tensor of several elements.
+    """
+    number: object = num_tokens
+    if isinstance(num_tokens, torch.Tensor) and num_tokens.numel() == 1 and not num_tokens.is_complex():
+        number = ddp.communicator.read(num_tokens, label="tokens").item()
+    if not isinstance(number, Real) or not 0 <= number < math.inf:
+        shown = f"a tensor of shape {tuple(number.shape)}" if isinstance(number, torch.Tensor) else repr(number)
+        raise ConfigError(
+            f"num_tokens must be a finite number >= 0, or a tensor of one element, got {shown}: gradients would be divided by "
+            "the sum of it over the ranks. Count the tokens of all microbatches of the step on this rank, as one number."
+        )
+    return float(number)
 
 
 def _sum_over_copies(ddp: DistributedDataParallel) -> None:
@@ -99,9 +121,9 @@ def _pieces(ddp: DistributedDataParallel, along: str) -> Iterator[torch.Tensor]:
     yield from (found[place] for place in sorted(found))
 
 
-def _total_tokens(ddp: DistributedDataParallel, num_tokens: float | torch.Tensor) -> float:
+def _total_tokens(ddp: DistributedDataParallel, num_tokens: float) -> float:
     device = ddp.param_and_grad_buffers[0].grad_data.device
-    total = torch.zeros(1, dtype=torch.float64, device=device) + num_tokens
+    total = torch.full((1,), num_tokens, dtype=torch.float64, device=device)
     for communicator in ddp.ranks.by_name[DENSE].communicators:  # inside each replica, then over replicas
         result = communicator.launch([AllReduce(total)], label="tokens").read(total)
     if (stages := ddp.ranks.copies.get("pp")) is not None:

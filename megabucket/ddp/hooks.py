@@ -208,6 +208,11 @@ def _leaves(output: Any) -> Iterator[Any]:
             yield leaf
 
 
+def is_in_backward() -> bool:
+    """Return whether the caller runs inside a backward: in a hook, or in a forward that checkpointing reruns."""
+    return torch._C._current_graph_task_id() >= 0
+
+
 class BackwardWatch:
     """Follows one backward at a time, including inner backwards of activation checkpointing."""
 

@@ -42,10 +42,10 @@ import torch
 from megabucket.buffer import GradPhase, _ParamAndGradBucketGroup
 from megabucket.buffer.finite import FiniteTest, any_beyond
 from megabucket.config.resolve import StepPolicy
-from megabucket.ddp.fence import Call, Fence, Report, describe, opening, resolve_error
+from megabucket.ddp.fence import Call, Fence, Report, describe, num_steps_ahead, opening, resolve_error
 from megabucket.ddp.groups import RankGroups
 from megabucket.ddp.guards import ModelWatch, Problem
-from megabucket.ddp.hooks import BackwardWatch
+from megabucket.ddp.hooks import BackwardWatch, is_in_backward
 from megabucket.errors import (
     ConfigError,
     DelayedGradientError,
@@ -145,7 +145,10 @@ class GradSync:
         """Why no optimizer steps on the gradients of this step (``nonfinite_gradients="skip_step"``); otherwise empty."""
         self.force_all_reduce = False
         """Whether to gather whole gradients although the distributed optimizer is on."""
+        self.updates_jointly = policy.is_sharded
+        """Whether an update needs collectives: then all ranks make it or none, as the fence before it decides."""
         self._num_launched = 0  # always a prefix of the groups
+        self._num_steps_ahead = 0  # whose batches this rank has used before the others
         self._no_sync_depth = self._num_blocks = 0
         # Of the running backward:
         self._backward = BackwardWatch()
@@ -165,7 +168,7 @@ class GradSync:
     @property
     def is_between_steps(self) -> bool:
         """Whether no step has begun and no other rank waits for the last one."""
-        is_over = self.state is StepState.IDLE or (self.state is StepState.AGREED and not self.policy.is_sharded)
+        is_over = self.state is StepState.IDLE or (self.state is StepState.AGREED and not self.updates_jointly)
         return is_over and not self.counters.num_open_forwards
 
     def enter(self, state: StepState) -> None:
@@ -202,7 +205,7 @@ class GradSync:
         """
         self.settle()
         self._begin("forward")
-        self.counters.num_open_forwards += 1
+        self.counters.note_forward()
 
     def _begin(self, phase: str) -> None:
         if self.state is StepState.IDLE or (self.state is StepState.AGREED and self.counters.num_updates):
@@ -212,7 +215,7 @@ class GradSync:
     def begin_step(self) -> None:
         """Open the next step, however the last one ended."""
         self.settle()
-        if self.state is StepState.IDLE or (self.state is StepState.AGREED and not self.policy.is_sharded):
+        if self.state is StepState.IDLE or (self.state is StepState.AGREED and not self.updates_jointly):
             self.enter(StepState.OPEN)
 
     # ``with ddp.step():`` is two methods, not a generator: StopIteration of a data loader cannot be thrown into a generator.
@@ -362,6 +365,8 @@ class GradSync:
         position = group.position_of[id(param)]
         with self.failing_on_all_ranks("grad_ready()"):
             if group.grad_phase is GradPhase.REDUCED:
+                # The other ranks learn it at the next fence: they have updated without this gradient, as this rank has.
+                self._note_delayed(group.slots[position].name, "has come after the gradients of its step were reduced")
                 raise PhaseError(
                     f"grad_ready() was called for {group.slots[position].name!r} when the gradients of the step were reduced: "
                     "this one would be left out. Call it before finish_grad_sync() or the optimizer's step, and zero_grad() "
@@ -494,7 +499,7 @@ class GradSync:
         self.settle(raises_again=True)
         if is_committing:
             self._communicator.progress.enter(self.step, "fence")
-        if self.state is StepState.AGREED and is_committing and self.policy.is_sharded:
+        if self.state is StepState.AGREED and is_committing and self.updates_jointly:
             # The fence was at ``finish_grad_sync()``; since then a rank may have decided not to step.
             self._vote(is_committing=True)
         with self.failing_on_all_ranks("the gradient sync", UPDATING if is_committing else REPORTED):
@@ -588,7 +593,21 @@ class GradSync:
             self.skip_reason = str(error)
             return
         self._drop(error, takes_part=any(report.sent_buckets for report in reports), is_counted=is_counted)
+        self._num_steps_ahead += num_steps_ahead(reports, rank=self._communicator.rank)
+        self._give_up_steps_ahead()
         raise error
+
+    def _give_up_steps_ahead(self) -> None:
+        """Give up the next step if this rank has used its batch already, so that all ranks go on with the same one.
+
+        ::
+
+            rank 0   step 2: batch 2          step 3: batch 3          step 4: batch 4
+            rank 1   step 2: batches 2 and 3  step 3: given up         step 4: batch 4
+        """
+        if self._num_steps_ahead:
+            self._num_steps_ahead -= 1
+            self.fail("zero_grad()", "it had begun this step already, when the others were in the one before")
 
     def _drop(self, error: MegabucketError | None, *, takes_part: bool = False, is_counted: bool = False) -> None:
         """Forget a step together with all ranks.
@@ -657,13 +676,34 @@ class GradSync:
 
     def _vote_to_drop(self) -> None:
         """Tell the ranks that this one does not step on its reduced gradients, in case others do."""
-        if self.state is StepState.AGREED and self.policy.is_sharded:
+        if self.state is StepState.AGREED and self.updates_jointly:
             self.counters.note_dropped_step()
             self._vote(is_committing=False)
 
+    def expect_updates(self, *, jointly: bool) -> None:
+        """Note whether the update of the wrapper's optimizer needs collectives."""
+        self.updates_jointly = jointly
+
+    @contextmanager
+    def comparing(self, grad_change: str) -> Iterator[None]:
+        """Compare, in the fences of the block, which change of the reduced gradients each rank makes after them."""
+        self.counters.grad_change = grad_change
+        try:
+            yield
+        finally:
+            self.counters.grad_change = ""
+
+    def vote_again(self) -> None:
+        """Agree once more before a collective on reduced gradients: the caller's own code has run since the last fence.
+
+        Raises:
+            MegabucketError: some rank does something else with its gradients, or has failed.
+        """
+        self._vote(is_committing=False)
+
     def end_update(self) -> None:
         """End the step: the optimizer has updated its shards, or no rank does."""
-        if self.state is StepState.AGREED and self.policy.is_sharded:
+        if self.state is StepState.AGREED and self.updates_jointly:
             self.enter(StepState.IDLE)
         self.pause()
 
@@ -673,6 +713,7 @@ class GradSync:
         Raises:
             StepMismatchError: this rank drops a step that other ranks take.
         """
+        self.check_not_in_backward("zero_grad()")
         self.settle()
         self._backward.running = None
         was_open = self.state is StepState.OPEN
@@ -683,6 +724,8 @@ class GradSync:
                 self._resolve_fence()
                 self._drop(None)
         else:
+            if was_open:
+                self.counters.note_cleared()
             self._vote_to_drop()
             self._forget()
         self.counters.forget_grads()
@@ -716,7 +759,7 @@ class GradSync:
             self.break_off(self._communicator.progress.phase, "it was interrupted twice")
         if self.broken is not None:
             raise self.broken.copy()
-        if self.state is StepState.GIVING_UP:
+        while self.state is StepState.GIVING_UP:
             # Gradients of the failed backward are already mixed with those of the step.
             was_caught = not self._fence.is_sent
             error = self.conclude_giving_up()
@@ -737,7 +780,7 @@ class GradSync:
         is_deferred = self._num_blocks > 0 and phase in ("forward", "backward")
         cause = "an exception" if is_deferred and error is None else describe(error)
         self.counters.note_failure(phase, cause + _CAUGHT * is_deferred)
-        if self.is_reduced and not (self.state is StepState.AGREED and self.policy.is_sharded):
+        if self.is_reduced and not (self.state is StepState.AGREED and self.updates_jointly):
             self._reopen()  # a new step has begun
         self.enter(StepState.GIVING_UP)
         # Last, so that ``settle`` finds the failed backward if another interrupt comes before this line.
@@ -774,7 +817,7 @@ class GradSync:
 
     def conclude_if_sent(self) -> None:
         """Conclude the step, if this rank has given it up and sent its report."""
-        if self.state is StepState.GIVING_UP and self._fence.is_sent:
+        while self.state is StepState.GIVING_UP and self._fence.is_sent:
             self.conclude_giving_up()
 
     def abort(self, reason: str) -> None:
@@ -786,7 +829,7 @@ class GradSync:
         if self.state is StepState.GIVING_UP:
             return  # the step is dropped anyway
         self.settle()
-        if self._awaits_update and not (self.policy.is_sharded or self.counters.num_open_forwards):
+        if self._awaits_update and not (self.updates_jointly or self.counters.num_open_forwards):
             self.counters.note_missed_update(f"abort_step(): {reason}")
             raise PhaseError(
                 "abort_step() comes too late: all ranks have agreed on the gradients of this step and the others update with "
@@ -812,7 +855,7 @@ class GradSync:
                 self._break(self.broken or error)
             elif self.state in final or (self._fence.is_sent and self.state not in (StepState.GIVING_UP, StepState.BROKEN)):
                 self.break_off(phase, describe(error))
-            elif self.state in (StepState.OPEN, StepState.LAUNCHING) or (self._awaits_update and self.policy.is_sharded):
+            elif self.state in (StepState.OPEN, StepState.LAUNCHING) or (self._awaits_update and self.updates_jointly):
                 self.fail(phase, error)
             # Otherwise all ranks have agreed on the error and dropped the step.
             raise
@@ -848,6 +891,7 @@ class GradSync:
             PeerFailedError: some ranks failed, or all but with different errors.
             Exception: that of the block, where all ranks failed alike.
         """
+        self.check_not_in_backward(label.partition(":")[0])
         self.settle()
         before = self.state
 
@@ -871,7 +915,7 @@ class GradSync:
         self.settle()
         before = self.state
         self.enter(StepState.CALL)
-        may_vote = before is StepState.AGREED and self.policy.is_sharded  # other ranks, on the step that was counted last
+        may_vote = before is StepState.AGREED and self.updates_jointly  # other ranks, on the step that was counted last
         step = self.step - may_vote
         error, reports = self.ranks.agree(self._fence, label, call, failure, device=self._device, step=step)
         if any(report.ends_step for report in reports):
@@ -884,6 +928,19 @@ class GradSync:
         return before
 
     # Checks before an operation #
+
+    def check_not_in_backward(self, operation: str) -> None:
+        """Refuse an operation that needs all ranks while a backward runs, in which each rank sends its buckets.
+
+        Raises:
+            PhaseError: it was called inside a backward. That ends the backward, which is reported to the other ranks.
+        """
+        if is_in_backward():
+            raise PhaseError(
+                f"[rank {self._communicator.rank}] {operation} was called inside a backward, by a hook or a forward that "
+                "activation checkpointing reruns. It needs all ranks, which run their backwards at different paces. Call it "
+                "between two steps, or after backward() has returned."
+            )
 
     def check_between_steps(self, operation: str) -> None:
         """Refuse an operation in the middle of a step.
@@ -936,7 +993,7 @@ class GradSync:
 
     def refuse_update(self, error: Exception) -> None:
         """Report that this rank does not step, because of ``error``."""
-        if self.state is StepState.AGREED and not self.policy.is_sharded:
+        if self.state is StepState.AGREED and not self.updates_jointly:
             self.counters.note_missed_update(describe(error))  # they update; the next fence says so
         elif self.state is not StepState.LAUNCHING or not isinstance(error, UnreducedGradientsError):
             self.fail("optimizer.step()", error)  # ranks that did run their last backward are waiting
@@ -947,7 +1004,7 @@ class GradSync:
         Args:
             is_agreed: whether all ranks have agreed on these gradients and skip the update as well.
         """
-        if self.state is StepState.AGREED and not self.policy.is_sharded:
+        if self.state is StepState.AGREED and not self.updates_jointly:
             self.counters.note_missed_update(cause)
         elif not is_agreed:
             self.fail("optimizer.step()", cause)

@@ -454,6 +454,7 @@ def prepare_rebuild(wrapping: Wrapping | Detached, *, num_optimizers: int, obsta
         sync, description = wrapping.sync_before, "a module that no rebuild has wrapped yet"
     else:
         sync, description, failure = wrapping.sync, "a wrapped module", obstacle or wrapping.find_obstacle()
+        sync.check_not_in_backward("rebuild()")
         # First, because in an open step ranks may have launched different numbers of buckets. Its gradients are not wanted, and
         # a changed module is why the caller rebuilds.
         with suppress(ModelChangedError, LateGradientError, UnusedParameterError, NonFiniteGradientError):

@@ -11,6 +11,7 @@ If the step of one wrapper is dropped, those of all others are dropped as well. 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -54,7 +55,8 @@ class ChainedOptimizer(torch.optim.Optimizer):
         self.clip_grad = 0.0
         self.last_step: StepResult | None = None
         """The result of the last finished call of ``step``, also if a loss scaler has skipped the call."""
-        self.answered: torch.Tensor | None = None
+        self.answered: weakref.ref[torch.Tensor] | None = None
+        """See ``DistributedOptimizer``."""
         if not self.optimizers:
             raise ConfigError("a ChainedOptimizer needs at least one DistributedOptimizer")
         with self.optimizers[0].ddp.sync.call("ChainedOptimizer()") as call:
@@ -88,6 +90,11 @@ class ChainedOptimizer(torch.optim.Optimizer):
         """The groups of all optimizers, for schedulers."""
         return list(chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers))
 
+    @property
+    def is_unscaled(self) -> bool:
+        """Whether a loss scaler has unscaled the gradients of this step."""
+        return all(optimizer.is_unscaled for optimizer in self.optimizers)
+
     # A step #
 
     @torch.no_grad()
@@ -103,11 +110,8 @@ class ChainedOptimizer(torch.optim.Optimizer):
                 optimizer.prepare_step()
             self.optimizers[0].ddp.sync.counters.hyperparameters += (("clip_grad of all", float(self.clip_grad)),)
             for optimizer in self.optimizers:
-                optimizer.ddp.sync.finish(is_committing=optimizer.ddp.policy.is_sharded)
+                optimizer.ddp.sync.finish(is_committing=optimizer.ddp.sync.updates_jointly)
                 agreed.append(optimizer)
-            is_sharded = self.optimizers[0].ddp.policy.is_sharded  # alike in all
-            for optimizer in () if is_sharded or self._find_reason() else self.optimizers:
-                optimizer.take_published_grads()
         reason = self._find_reason()
         with ExitStack() as stack:
             for optimizer in self.optimizers:
@@ -186,6 +190,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
         As ``DistributedOptimizer.unscale_grads``, for the same loss scalers.
         """
+        self.answered = None
         with self._all_or_none() as agreed:
             for optimizer in self.optimizers:
                 optimizer.unscale_grads(inv_scale)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -117,8 +117,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._changes: tuple[tuple[str, float], ...] = ()
         self._changed_step = -1
         self._versions: list[int] = []  # of the 16-bit gradients that were widened for it
-        self.answered: torch.Tensor | None = None
-        """The ``found_inf`` of the last scaler call."""
+        self.answered: weakref.ref[torch.Tensor] | None = None
+        """The ``found_inf`` of the last scaler call. The scaler keeps it until its ``update()``."""
         self.scaled_with: ChainedOptimizer | None = None
         """The chain that handles scaler calls for this optimizer and others."""
         self._begin_on_shards()
@@ -131,6 +131,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._counted_numel = sum(piece.in_segment.numel for piece in pieces)  # without alignment gaps
         self._kernels = find_kernels(self._settings["kernels"], grads[0].device)
         self.global_norm = self._norm_of_type(self._settings["norm_type"])
+        self.ddp.sync.expect_updates(jointly=self._is_sharded or self.global_norm.is_collective)
         # Sums of float16 may overflow, and nothing else tests them after a reduce-scatter.
         has_untested_sums = self._is_sharded and any(grad.dtype == torch.float16 for grad in grads)
         has_untested_grads = has_untested_sums or not (policy.has_fence and policy.tests_finite)
@@ -253,17 +254,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         needs_norm = self._computes_norm or self.clip_grad > 0
         measures_early = needs_norm and self._is_sharded and not self._changes
         norms: list[torch.Tensor] = []
-        # With shards, other ranks update and gather after the agreement, even if this rank fails.
-        with sync.failing_on_all_ranks("optimizer.step()", UPDATING if self._is_sharded else REPORTED):
-            for group in sync.agree(is_committing=self._is_sharded):
+        # Where an update needs collectives, the other ranks go on after the agreement, even if this rank fails.
+        with sync.failing_on_all_ranks("optimizer.step()", self._final_states):
+            for group in sync.agree(is_committing=sync.updates_jointly):
                 if measures_early:  # while other buckets are in flight
                     norms += map(self.global_norm.of_grad, self.sharding.counted_grads[group.index])
             self.ddp.communicator.progress.enter(sync.step, "optimizer")
             if sync.skip_reason:
                 self.skip(sync.skip_reason)
             else:
-                if not self._is_sharded:
-                    self.take_published_grads()
                 with sync.failing_on_all_ranks("optimizer.step()", UPDATING):
                     grads = list(map(_grad if self._changes else MainShard.load_grad, self.sharding.shards))
                     norm = math.nan
@@ -275,6 +274,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
                         self.update(grads, norm, max_norm=self.clip_grad)
         return self.last_step if closure is None else value
 
+    @property
+    def _has_changed_grads(self) -> bool:
+        """Whether the gradients of this step were unscaled or clipped by hand."""
+        sync = self.ddp.sync
+        return bool(self._changes) and sync.is_reduced and self._changed_step == sync.step
+
+    @property
+    def is_unscaled(self) -> bool:
+        """Whether a loss scaler has unscaled the gradients of this step."""
+        return self._has_changed_grads and any(name == _LOSS_SCALE for name, _ in self._changes)
+
     def prepare_step(self) -> None:
         """Check and update everything a step or a change of gradients needs, while the fence can still report an error.
 
@@ -282,13 +292,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
             MegabucketError: this rank cannot step; reported to the other ranks where they wait for it.
         """
         sync = self.ddp.sync
+        sync.check_not_in_backward("a step of the optimizer")
         sync.check_not_dropped()
-        if self._changes and not (sync.is_reduced and self._changed_step == sync.step):
+        if not self._has_changed_grads:
             self._changes = ()  # to gradients that were cleared since
         if sync.is_reduced and sync.state is not StepState.AGREED:
             raise PhaseError("step() was called twice on the same gradients; run backward and zero_grad() between two steps.")
         try:
+            if not self._is_sharded and sync.state is StepState.AGREED and not sync.skip_reason:
+                self._take_published_grads()
             self.sharding.check_is_current()
+            self._check_scaler_is_updated()
             if not self._has_norm and self.clip_grad > 0:
                 self.sharding.check_norm(is_wanted=True)
             self.sharding.check_shards_are_untouched()
@@ -301,10 +315,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         except Exception as error:
             if self.sharding.holder.buffers is self.ddp.param_and_grad_buffers:  # else a later optimizer has replaced it
                 sync.refuse_update(error)
-            if self._is_sharded and sync.state is StepState.GIVING_UP and not sync.policy.has_fence:
+            if sync.updates_jointly and sync.state is StepState.GIVING_UP and not sync.policy.has_fence:
                 self.global_norm.of([torch.tensor(math.nan)])  # the only collective of the others before they update
-            if not self._is_sharded and sync.state is StepState.AGREED:
-                self._answer_norm()
             raise
         is_due = sync.state is StepState.LAUNCHING and not sync.policy.is_explicit
         if not (is_due or sync.state is StepState.AGREED):
@@ -312,7 +324,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
             sync.refuse_update(unreduced)
             raise unreduced
 
-    def take_published_grads(self) -> None:
+    def _check_scaler_is_updated(self) -> None:
+        """Refuse gradients that a torch scaler takes for unscaled because it has unscaled those of an earlier step."""
+        answered = (self.scaled_with or self).answered
+        if answered is not None and answered() is not None and not self.is_unscaled:
+            raise PhaseError(
+                "torch.amp.GradScaler has unscaled the gradients of an earlier step, which was dropped, and not those of this "
+                "one: it unscales once between two calls of its update(). The update would use gradients that are still "
+                "multiplied by the loss scale. Call scaler.update() and zero_grad() after every step, also after a dropped one."
+            )
+
+    @property
+    def _final_states(self) -> Sequence[StepState]:
+        """States in which the other ranks go on, so that a failure of this rank breaks the wrapper."""
+        return UPDATING if self.ddp.sync.updates_jointly else REPORTED
+
+    def _take_published_grads(self) -> None:
         """Copy gradients that the caller has assigned to ``param.grad`` after the all-reduce into the buffers.
 
         Raises:
@@ -323,23 +350,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if grad is slot.in_buffer:
                 continue
             if grad is None:
-                error = PhaseError(
+                raise PhaseError(
                     f"the gradient of {slot.name!r} was cleared between the gradient sync and step(). A DistributedOptimizer "
                     "steps on flat shards and cannot skip single parameters. Zero the gradient in place, or use a plain "
                     "torch optimizer, which skips parameters without a gradient."
                 )
-                self.ddp.sync.refuse_update(error)
-                self._answer_norm()
-                raise error
             slot.in_buffer.copy_(grad)
             slot.publish()
-        if self._changes:
-            self._check_nothing_is_lost()
-
-    def _answer_norm(self) -> None:
-        """Contribute nan to the norm that ranks with other parts of the model wait for, so that none of them updates."""
-        if self.global_norm.is_collective and (self._computes_norm or self.clip_grad > 0):
-            self.global_norm.of([torch.tensor(math.nan)])
 
     def skip(self, reason: str, *, norm: float = math.nan) -> None:
         """End the step without an update, as all ranks do."""
@@ -376,8 +393,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for shard in self.sharding.stepped:
                 shard.withhold_grad()
             self.sharding.store_values()
-        # For shards the last fence has compared the hyperparameters; for whole parameters the next one does.
-        sync.counters.note_update(() if self._is_sharded else sync.counters.hyperparameters)
+        # Before a joint update the last fence has compared the hyperparameters; otherwise the next one does.
+        sync.counters.note_update(() if sync.updates_jointly else sync.counters.hyperparameters)
         if self._is_sharded:
             for group in sync.groups:
                 group.mark_params_stale()
@@ -427,11 +444,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "nonfinite_gradients='error' (the default) makes each of them an error before the reduction. Wrap the module "
                 "with DistributedDataParallelConfig(nonfinite_gradients='allow'), or 'skip_step'."
             )
+        self.answered = None  # the caller unscales these gradients, whatever a scaler has done before
         self.prepare_step()
-        if any(name == _LOSS_SCALE for name, _ in self._changes):
+        if self.is_unscaled:
             raise PhaseError("the gradients of this step were unscaled already; unscale them once per step().")
-        with sync.failing_on_all_ranks("unscaling gradients", UPDATING if self._is_sharded else REPORTED):
-            grads = self._take_grads()
+        with sync.failing_on_all_ranks("unscaling gradients", self._final_states):
+            grads = self._take_grads("unscale_grads()")
             found_inf = torch.full((), float(bool(sync.skip_reason)), device=device)
             factor = torch.as_tensor(inv_scale, dtype=torch.float32, device=device)
             for grad in grads:  # a kernel takes one dtype
@@ -469,21 +487,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self.ddp.sync.skip_reason:
             return torch.tensor(math.nan)
         self.prepare_step()
-        with self.ddp.sync.failing_on_all_ranks("clip_grad_norm_()", UPDATING if self._is_sharded else REPORTED):
-            grads, over_ranks = self._take_grads(), self._norm_of_type(kind)
+        with self.ddp.sync.failing_on_all_ranks("clip_grad_norm_()", self._final_states):
+            grads = self._take_grads(f"clip_grad_norm_({float(max_norm)}, norm_type={float(kind)})")
+            over_ranks = self._norm_of_type(kind)
             norm = over_ranks.of(map(over_ranks.of_grad, self._counted(grads)))
             if math.isfinite(norm):
                 clip_by_norm(grads, norm=norm, max_norm=max_norm, scale=self._kernels.scale)
             self._changes = (*self._changes, ("clip_grad_norm_()", float(max_norm)), ("its norm_type", float(kind)))
         return torch.tensor(norm, dtype=torch.float32)
 
-    def _take_grads(self) -> list[torch.Tensor]:
-        """Finish the gradient sync and return the gradients to change: widened copies of 16-bit ones, others in the buffers."""
+    def _take_grads(self, call: str) -> list[torch.Tensor]:
+        """Finish the gradient sync and return the gradients to change: widened copies of 16-bit ones, others in the buffers.
+
+        Args:
+            call: the change with its arguments, which must be the same on all ranks.
+        """
         sync = self.ddp.sync
-        sync.finish()
+        with sync.comparing(call if sync.updates_jointly else ""):
+            if sync.is_reduced and sync.updates_jointly:
+                sync.vote_again()
+            sync.finish()
         self._changed_step = sync.step
-        if not (self._is_sharded or sync.skip_reason):
-            self.take_published_grads()
         if not self._changes:
             self._versions = self._versions_of_widened()
         return self.load_grads()
@@ -511,10 +535,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _answer_scaler(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
         """Unscale for a torch scaler, which calls once for each dtype with the same ``found_inf``."""
         asked = self.scaled_with or self
-        if found_inf is not asked.answered:
-            asked.answered = found_inf
+        if asked.answered is None or asked.answered() is not found_inf:
             if asked.unscale_grads(inv_scale):
                 found_inf.fill_(1.0)
+            asked.answered = weakref.ref(found_inf)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients of the wrapped module; see ``DistributedDataParallel.zero_grad``."""

@@ -29,7 +29,7 @@ class ConstantGradScaler:
     def __init__(self, initial_scale: float) -> None:
         _check(0 < initial_scale < math.inf, f"initial_scale must be a finite number > 0, got {initial_scale!r}")
         self._scale = _float32(initial_scale)
-        self._found_inf: dict[int, bool] = {}  # since the last update, by id of the optimizer
+        self._found_inf: dict[int, bool] = {}  # of the last step since the last update, by id of the optimizer
 
     def get_scale(self) -> float:
         """Return the current scale."""
@@ -54,7 +54,7 @@ class ConstantGradScaler:
         Raises:
             MegabucketError: as ``DistributedOptimizer.step``.
         """
-        if id(optimizer) not in self._found_inf:
+        if not optimizer.is_unscaled:  # what was found in a step that was dropped is not about this one
             self.unscale_(optimizer)
         return optimizer.last_step if self._found_inf[id(optimizer)] else optimizer.step()
 
