@@ -39,6 +39,7 @@ _DIFFERENCES_SHOWN: Final = 5
 _MOST_SPEAKERS: Final = 8  # every rank receives the texts of all speakers, each perhaps megabytes long
 _STOP_IS_WANTED, _IS_BROKEN = 1, 2  # a problem hides a request to stop, which the next fence repeats
 _SCALE: Final = "scale_gradients()"
+_BEFORE_BACKWARD: Final = ("forward", "abort_step()")  # phases of a failed step whose forwards have no backward
 
 Entry = tuple[object, ...]
 """A name and values that must be equal on all ranks: text, numbers, tuples of these."""
@@ -58,9 +59,9 @@ class Report:
     """The user's number of the step; -1: none."""
     num_microbatches: int = 0
     num_skipped_forwards: int = 0
+    num_forwards: int = 0
+    """Training forwards since the last agreement, skipped ones included."""
     num_dropped_steps: int = 0
-    num_abandoned_steps: int = 0
-    """Steps of this rank, since the last agreement, that ended between a forward and its backward."""
     num_updates: int = 0
     """Optimizer steps since the last agreement."""
     missed_update: str = ""
@@ -175,8 +176,7 @@ class StepCounters:
         self._generation = 0  # increases with each dropped step, whose forwards no longer count
         self._updates: list[Hyperparameters] = []
         self._grad_scale = 1.0  # product of the factors of scale_gradients()
-        self._num_loads = self._num_dropped_steps = self._num_abandoned_steps = 0
-        self._has_cleared_forwards = False  # zero_grad() came after forwards of the step, and no backward since
+        self._num_loads = self._num_dropped_steps = self._num_forwards = 0
         self._missed_update = ""
         self.step_number = -1
         """The user's number of the step; -1: none."""
@@ -202,10 +202,8 @@ class StepCounters:
 
     def note_forward(self) -> None:
         """Count a training forward that begins."""
-        if self._has_cleared_forwards:  # no backward will reach those, so their step is over
-            self._has_cleared_forwards = False
-            self._num_abandoned_steps += 1
         self.num_open_forwards += 1
+        self._num_forwards += 1
 
     def reached_forward(self) -> Callable[[], None]:
         """Return a callback for when a backward reaches the forward that has just ended; later calls do nothing."""
@@ -215,7 +213,6 @@ class StepCounters:
             nonlocal is_reached
             if not is_reached and generation == self._generation:
                 self.num_open_forwards -= 1
-                self._has_cleared_forwards = False  # zero_grad() was called between forward and backward
             is_reached = True
 
         return note_reached
@@ -250,10 +247,6 @@ class StepCounters:
         """Count a step whose gradients were cleared instead of used."""
         self._num_dropped_steps += 1
 
-    def note_cleared(self) -> None:
-        """Note ``zero_grad()`` in a step of which no bucket was sent: it may come between a forward and its backward."""
-        self._has_cleared_forwards = self.num_open_forwards > 0
-
     def note_grad_scale(self, factor: float) -> None:
         """Note that the reduced gradients were multiplied."""
         self._grad_scale *= factor
@@ -283,7 +276,6 @@ class StepCounters:
             "num_microbatches": self.num_microbatches,
             "num_skipped_forwards": self.num_open_forwards if self._counts_skipped_forwards else 0,
             "num_dropped_steps": self._num_dropped_steps,
-            "num_abandoned_steps": self._num_abandoned_steps,
             "num_updates": self.num_updates,
             "num_loads": self._num_loads,
             "kept": self.kept,
@@ -296,6 +288,7 @@ class StepCounters:
         return Report(
             self._rank,
             problems=tuple(self.problems.values()),
+            num_forwards=self._num_forwards,
             missed_update=self._missed_update,
             fingerprint=_fingerprint(compared),
             **compared,
@@ -324,13 +317,13 @@ class StepCounters:
             is_over: whether the step was dropped; then its open forwards no longer count.
         """
         self.num_microbatches = self.num_updates = self._num_loads = 0
-        self._num_dropped_steps = self._num_abandoned_steps = 0
+        self._num_dropped_steps = self._num_forwards = 0
         self.kept, self._grad_scale, self._missed_update = (), 1.0, ""
         self._updates.clear()
         self.problems.clear()
         if is_over:
             self._generation += 1
-            self.num_open_forwards, self._has_cleared_forwards = 0, False
+            self.num_open_forwards = 0
 
 
 class Fence:
@@ -477,7 +470,6 @@ def _fingerprint(*facts: Any) -> int:
 _COMPARED: Final[tuple[tuple[str, type[MegabucketError], str], ...]] = (
     ("step_number", errors.StepMismatchError, "the caller's step numbers"),
     ("num_dropped_steps", errors.StepMismatchError, "dropped steps (zero_grad() without an optimizer step)"),
-    ("num_abandoned_steps", errors.StepMismatchError, "steps that ended in zero_grad() between forward and backward"),
     ("num_skipped_forwards", errors.StepMismatchError, "training forwards that no backward has reached"),
     ("num_microbatches", errors.MicrobatchMismatchError, ""),
     ("kept", errors.StepMismatchError, "steps begun without clearing the last gradients (zero_grad()) of {names}"),
@@ -526,9 +518,23 @@ def _errors(step: int, num_buckets: int, reports: Sequence[Report]) -> Iterator[
 
 
 def num_steps_ahead(reports: Sequence[Report], *, rank: int) -> int:
-    """Return how many more steps than the other ranks this rank has begun since the last agreement."""
-    by_rank = {report.rank: report.num_abandoned_steps for report in reports}
-    return by_rank[rank] - min(by_rank.values()) if all(report.ends_step for report in reports) else 0
+    """Return how many more steps than the other ranks this rank has begun since the last agreement.
+
+    A step that failed between forward and backward leaves the forwards of one backward without it; their number shows on a
+    rank without such a failure. The user's step numbers, if there are any, have to agree.
+    """
+    if not all(report.ends_step for report in reports):
+        return 0
+    own = next(report for report in reports if report.rank == rank)
+    least = min(reports, key=lambda report: report.num_skipped_forwards)
+    num_reached = least.num_forwards - least.num_skipped_forwards
+    num_per_backward = max(num_reached // max(least.num_microbatches, 1), 1)
+    num_more = own.num_skipped_forwards - least.num_skipped_forwards
+    if any(fields["phase"] in _BEFORE_BACKWARD for _, fields in _problems_of([own], errors.PeerFailedError)):
+        num_more -= num_per_backward  # those of this step, which has failed as well
+    num_ahead = max(-(-num_more // num_per_backward), 0)
+    first = min(report.step_number for report in reports)
+    return num_ahead if first < 0 else min(num_ahead, own.step_number - first)
 
 
 def _updates_that_differ(step: int, reports: Sequence[Report]) -> Iterator[MegabucketError]:

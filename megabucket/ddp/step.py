@@ -607,7 +607,7 @@ class GradSync:
         """
         if self._num_steps_ahead:
             self._num_steps_ahead -= 1
-            self.fail("zero_grad()", "it had begun this step already, when the others were in the one before")
+            self.fail("the step before", "a forward there had no backward, so its batch of this step was used in that one")
 
     def _drop(self, error: MegabucketError | None, *, takes_part: bool = False, is_counted: bool = False) -> None:
         """Forget a step together with all ranks.
@@ -724,8 +724,6 @@ class GradSync:
                 self._resolve_fence()
                 self._drop(None)
         else:
-            if was_open:
-                self.counters.note_cleared()
             self._vote_to_drop()
             self._forget()
         self.counters.forget_grads()
