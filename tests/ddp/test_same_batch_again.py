@@ -1,4 +1,4 @@
-"""A rank that fails between a forward and its backward, outside ``with ddp.step()``, works on the same batch as the others later.
+"""A rank that fails between a forward and its backward, outside ``with ddp.step()``, is on the same batch as the others later.
 
 Each step's gradients are a power of four of its own, so a weight tells which batches were averaged: the mean of two different
 powers is no sum of powers of four.
@@ -13,6 +13,10 @@ from megabucket.errors import CallMismatchError, MegabucketError, PeerFailedErro
 
 MODES = [pytest.param(False, id="all-reduce"), pytest.param(True, id="reduce-scatter")]
 NUM_STEPS, FAULTY = 8, 1
+
+
+def stop(kind=ValueError):
+    raise kind("no backward here")
 
 
 def optimizer_of(ddp, is_wrapped):
@@ -32,7 +36,7 @@ def train(ddp, optimizer, rank, *, failing, num_microbatches=1, clears="except",
                     ddp(a=0, b=0).backward()
             loss = ddp(a=4**step, b=4**step)
             if failing(rank, step):
-                raise error_of("between forward and backward")
+                stop(error_of)
             loss.backward()
             optimizer.step()
         except (MegabucketError, ValueError, KeyboardInterrupt) as error:
@@ -138,7 +142,7 @@ def test_a_rank_that_fails_in_another_way_in_the_next_batch(is_sharded, second):
                 else:
                     loss = ddp(a=4**step, b=4**step)
                     if (rank, step) == (FAULTY, 2):
-                        raise ValueError("between forward and backward")
+                        stop()
                     loss.backward()
                     optimizer.step()
             except (MegabucketError, ValueError, TypeError):
@@ -164,10 +168,10 @@ def test_a_loss_of_two_forwards(is_sharded, num_forwards_before):
                 losses = []
                 for index in range(2):
                     if (rank, step, index) == (FAULTY, 2, num_forwards_before):
-                        raise ValueError("between two forwards")
+                        stop()
                     losses.append(ddp(a=4**step / 2, b=4**step / 2))
                 if (rank, step, 2) == (FAULTY, 2, num_forwards_before):
-                    raise ValueError("between forward and backward")
+                    stop()
                 sum(losses).backward()
                 optimizer.step()
             except (MegabucketError, ValueError):
