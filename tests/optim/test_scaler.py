@@ -17,7 +17,7 @@ from megabucket import (
     load_checkpoint,
     save_checkpoint,
 )
-from megabucket.errors import ConfigError, HyperparameterMismatchError, PhaseError, ReplicasDivergedError
+from megabucket.errors import ConfigError, HyperparameterMismatchError, MegabucketError, PhaseError, ReplicasDivergedError
 from megabucket.testing import LoopbackWorld
 
 MODES = pytest.mark.parametrize("is_sharded", [False, True], ids=["all_reduce", "reduce_scatter"])
@@ -235,3 +235,72 @@ def test_a_step_without_a_scaler_runs_nothing_of_scaling_averages_trials_and_ape
 
     assert {"optim/distributed_optimizer.py", "optim/norm.py"} <= called
     assert called.isdisjoint(f"optim/{name}.py" for name in ("scaler", "averaging", "elementwise", "kernels"))
+
+
+# Steps that fail after their gradients were unscaled #
+
+SCALERS = {
+    "constant": lambda: ConstantGradScaler(1024.0),
+    "dynamic": lambda: DynamicGradScaler(1024.0),
+    "torch": lambda: torch.amp.GradScaler("cpu", init_scale=1024.0),
+}
+
+
+WAYS = [(True, "one rank"), (True, "all ranks"), (False, "all ranks")]  # an update that one rank misses is named otherwise
+
+
+@pytest.mark.parametrize(("is_sharded", "fails_on"), WAYS)
+@pytest.mark.parametrize("unscales_early", [False, True], ids=["in step", "before"])
+@pytest.mark.parametrize("calls_update", [False, True], ids=["no update", "update"])
+@pytest.mark.parametrize("kind", SCALERS)
+def test_a_step_after_one_that_failed_is_unscaled_or_refused(kind, calls_update, unscales_early, is_sharded, fails_on):
+    """Its caller has caught the error and cleared the gradients, and may have forgotten the scaler's ``update()``."""
+
+    def program(rank, ddp, optimizer):
+        scaler, seen = SCALERS[kind](), []
+        for index in range(4):
+            scaler.scale(ddp.module.weight.sum()).backward()
+            optimizer.param_groups[0]["lr"] = 0.25
+            try:
+                if unscales_early or index == 1:
+                    scaler.unscale_(optimizer)
+                if index == 1 and (rank == 1 or fails_on == "all ranks"):
+                    optimizer.param_groups[0]["lr"] = math.nan
+                scaler.step(optimizer)
+                scaler.update()
+                seen.append("")
+            except (MegabucketError, RuntimeError) as error:
+                seen.append(str(error))
+                if calls_update:
+                    scaler.update()
+            optimizer.zero_grad()
+        ddp.finish_param_sync()
+        return seen, ddp.module.weight.unique().tolist()
+
+    for seen, weights in run_ranks(2, program, is_sharded=is_sharded):
+        assert weights == [1.0 - 0.25 * seen.count("")]
+        assert "learning rate of parameter group 0 is nan" in seen[1]
+        if kind != "torch" or calls_update:
+            assert [not text for text in seen] == [True, False, True, True]
+        else:  # it unscales once between two calls of its update()
+            refused = "since the last update()" if unscales_early else "Call scaler.update() and zero_grad() after every step"
+            assert all(refused in text for text in seen[2:])
+
+
+@MODES
+def test_a_torch_scaler_that_gives_up_between_two_steps_leaves_no_trace(is_sharded):
+    """A step without a scaler after steps with one, which has been updated, is a plain step."""
+
+    def program(rank, ddp, optimizer):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        step(scaler, ddp, optimizer)
+        ddp.module.weight.sum().backward()
+        return optimizer.step().updated
+
+    def step(scaler, ddp, optimizer):
+        scaler.scale(ddp.module.weight.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    assert run_ranks(2, program, is_sharded=is_sharded) == [True] * 2
