@@ -259,6 +259,8 @@ _CALLS: Final = {
     "param_norms()": ("the list of parameters", "No norm was computed."),
     "broadcast_params()": ("the module", "Nothing was copied on any rank."),
     "check_replicas()": ("the module", "Nothing was compared."),
+    "AgreedStop.poll()": ("the call", _NOTHING_CHANGED),
+    "start_param_sync()": ("the call", _NOTHING_CHANGED),
     "train()": ("the optimizer", "The weights were switched on no rank."),
     "eval()": ("the optimizer", "The weights were switched on no rank."),
     "state_dict()": ("the state to save", _NOTHING_CHANGED),

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megabucket.buffer import ParamAndGradBuffer, _ParamAndGradBucketGroup
+from megabucket.buffer import ParamAndGradBuffer, ParamPhase, _ParamAndGradBucketGroup
 from megabucket.comm import Communicator, Exchange
 from megabucket.comm.communicator import Progress
 from megabucket.comm.device import profiler_range
@@ -25,6 +25,7 @@ from megabucket.config.ddp import DistributedDataParallelConfig, with_torch_argu
 from megabucket.config.resolve import StepPolicy, overlap_obstacle, resolve_step
 from megabucket.ddp.fence import Call, step_number_of
 from megabucket.ddp.groups import DENSE, ParallelGroups, communicator_for, discover, single
+from megabucket.ddp.hooks import refuse_in_backward
 from megabucket.ddp.replicas import (
     broadcast_replica,
     entries_by_group,
@@ -96,6 +97,7 @@ class DistributedDataParallel(torch.nn.Module):
         **torch_arguments: Any,
     ) -> None:
         super().__init__()
+        refuse_in_backward("DistributedDataParallel()")
         self.ddp_config = _checked(config, torch_arguments, disable_bucketing=disable_bucketing)
         if communicator is not None and (process_group is not None or recorder is not None):
             raise ConfigError("communicator= brings its own ranks and recorder; drop process_group= and recorder=")
@@ -346,13 +348,19 @@ class DistributedDataParallel(torch.nn.Module):
         """Gather updated parameters from the ranks that own them, the first layers first.
 
         Returns at once with ``overlap_param_gather=True``: forward then waits for each bucket when it needs it. Does nothing
-        without the distributed optimizer.
+        without the distributed optimizer. Where no optimizer has updated anything it is a collective call, between two steps.
 
         Args:
             force_sync: always wait.
+
+        Raises:
+            MegabucketError: nothing was updated, and a step is open or another rank does not make the call.
         """
         wrapping = self._wrapping
         if wrapping.policy.is_sharded:
+            if any(group.param_phase is ParamPhase.GATHERED for group in wrapping.groups):
+                with self.sync.call("start_param_sync()"):
+                    self.sync.check_between_steps("start_param_sync()")
             wrapping.gather.start()
             if force_sync or not wrapping.policy.overlaps_params:
                 wrapping.gather.finish()
@@ -608,5 +616,8 @@ class AgreedStop:
         if self._ddp.policy.has_fence or communicator.size == 1:
             return self._ddp.sync.counters.stop_is_wanted
         device = self._ddp.param_and_grad_buffers[0].grad_data.device
-        by_rank = Exchange(communicator, bytes([self._is_requested]), capacity_bytes=1, device=device, label="stop").wait()
+        with self._ddp.sync.call("AgreedStop.poll()") as call:
+            call.open()
+            word = bytes([self._is_requested])
+            by_rank = Exchange(communicator, word, capacity_bytes=1, device=device, label="stop").wait()
         return any(word != b"\0" for word in by_rank)

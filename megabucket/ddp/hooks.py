@@ -208,9 +208,17 @@ def _leaves(output: Any) -> Iterator[Any]:
             yield leaf
 
 
-def is_in_backward() -> bool:
-    """Return whether the caller runs inside a backward: in a hook, or in a forward that checkpointing reruns."""
-    return torch._C._current_graph_task_id() >= 0
+def refuse_in_backward(operation: str) -> None:
+    """Refuse an operation that needs all ranks inside a backward, in which each rank sends its buckets at its own pace.
+
+    Raises:
+        PhaseError: a backward is running in this thread. The error ends it, and the other ranks learn that.
+    """
+    if torch._C._current_graph_task_id() >= 0:
+        raise PhaseError(
+            f"{operation} was called inside a backward, by a hook or by a forward that activation checkpointing reruns. It "
+            "needs all ranks, and they run their backwards at different paces. Call it when backward() has returned."
+        )
 
 
 class BackwardWatch:

@@ -45,7 +45,7 @@ from megabucket.config.resolve import StepPolicy
 from megabucket.ddp.fence import Call, Fence, Report, describe, num_steps_ahead, opening, resolve_error
 from megabucket.ddp.groups import RankGroups
 from megabucket.ddp.guards import ModelWatch, Problem
-from megabucket.ddp.hooks import BackwardWatch, is_in_backward
+from megabucket.ddp.hooks import BackwardWatch, refuse_in_backward
 from megabucket.errors import (
     ConfigError,
     DelayedGradientError,
@@ -713,7 +713,7 @@ class GradSync:
         Raises:
             StepMismatchError: this rank drops a step that other ranks take.
         """
-        self.check_not_in_backward("zero_grad()")
+        refuse_in_backward("zero_grad()")
         self.settle()
         self._backward.running = None
         was_open = self.state is StepState.OPEN
@@ -889,7 +889,7 @@ class GradSync:
             PeerFailedError: some ranks failed, or all but with different errors.
             Exception: that of the block, where all ranks failed alike.
         """
-        self.check_not_in_backward(label.partition(":")[0])
+        refuse_in_backward(label.partition(":")[0])
         self.settle()
         before = self.state
 
@@ -926,19 +926,6 @@ class GradSync:
         return before
 
     # Checks before an operation #
-
-    def check_not_in_backward(self, operation: str) -> None:
-        """Refuse an operation that needs all ranks while a backward runs, in which each rank sends its buckets.
-
-        Raises:
-            PhaseError: it was called inside a backward. That ends the backward, which is reported to the other ranks.
-        """
-        if is_in_backward():
-            raise PhaseError(
-                f"[rank {self._communicator.rank}] {operation} was called inside a backward, by a hook or a forward that "
-                "activation checkpointing reruns. It needs all ranks, which run their backwards at different paces. Call it "
-                "between two steps, or after backward() has returned."
-            )
 
     def check_between_steps(self, operation: str) -> None:
         """Refuse an operation in the middle of a step.

@@ -34,7 +34,7 @@ from megabucket.ddp.groups import (
     identify,
 )
 from megabucket.ddp.guards import ModelWatch, PlainOptimizerGuard, moved_params
-from megabucket.ddp.hooks import check_finish, register_hooks
+from megabucket.ddp.hooks import check_finish, refuse_in_backward, register_hooks
 from megabucket.ddp.param_gather import ParamGather
 from megabucket.ddp.step import GradSync
 from megabucket.errors import (
@@ -449,12 +449,12 @@ def prepare_rebuild(wrapping: Wrapping | Detached, *, num_optimizers: int, obsta
         StepMismatchError: other ranks take a step.
         PeerFailedError: another rank cannot rebuild its module, or has failed in the step.
     """
+    refuse_in_backward("rebuild()")
     failure: MegabucketError | None = obstacle
     if isinstance(wrapping, Unwrapped):
         sync, description = wrapping.sync_before, "a module that no rebuild has wrapped yet"
     else:
         sync, description, failure = wrapping.sync, "a wrapped module", obstacle or wrapping.find_obstacle()
-        sync.check_not_in_backward("rebuild()")
         # First, because in an open step ranks may have launched different numbers of buckets. Its gradients are not wanted, and
         # a changed module is why the caller rebuilds.
         with suppress(ModelChangedError, LateGradientError, UnusedParameterError, NonFiniteGradientError):

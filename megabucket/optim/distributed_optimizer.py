@@ -16,6 +16,7 @@ import torch
 
 from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.guards import check_learning_rates, read_hyperparameters
+from megabucket.ddp.hooks import refuse_in_backward
 from megabucket.ddp.step import REPORTED, UPDATING, StepState
 from megabucket.errors import ConfigError, PhaseError, UnreducedGradientsError, name_list
 from megabucket.optim.kernels import find_kernels
@@ -292,7 +293,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             MegabucketError: this rank cannot step; reported to the other ranks where they wait for it.
         """
         sync = self.ddp.sync
-        sync.check_not_in_backward("a step of the optimizer")
+        refuse_in_backward("a step of the optimizer")
         sync.check_not_dropped()
         if not self._has_changed_grads:
             self._changes = ()  # to gradients that were cleared since

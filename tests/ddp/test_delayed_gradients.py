@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megabucket.errors import ConfigError, DelayedGradientError, LateGradientError, PhaseError
+from megabucket.errors import ConfigError, DelayedGradientError, LateGradientError, MegabucketError, PhaseError
 from megabucket.testing import LoopbackWorld
 
 NUM_RANKS = 2
@@ -261,6 +261,40 @@ def test_a_gradient_that_comes_after_the_sync_is_refused(fields):
             program(ddp, rank)
 
     world.run(whole)
+
+
+@pytest.mark.parametrize("fields", [EXPLICIT, SHARDED])
+def test_a_gradient_that_comes_after_the_sync_on_one_rank_is_named_on_all(fields):
+    """With ``unused_parameters="zero"`` the step has taken zeros in its place."""
+    world = LoopbackWorld(NUM_RANKS, timeout_s=20)
+    _, delayed = models()
+
+    def program(rank):
+        ddp, errors = wrapped(delayed[rank], world, rank, {**fields, "unused_parameters": "zero"}), []
+        for step in range(3):
+            try:
+                run_step(ddp, step, rank, num_microbatches=1, waits=False)
+                ddp.finish_grad_sync()
+                if (rank, step) == (1, 0):
+                    ddp.module[1].weight.grad = torch.ones(10, 10)
+                    with pytest.raises(PhaseError, match="when the gradients of the step were reduced"):
+                        ddp.grad_ready(ddp.module[1].weight)
+                ddp.zero_grad()
+            except MegabucketError as error:
+                errors.append(step)
+                assert error is ddp.last_error
+                ddp.zero_grad()
+        return errors, str(ddp.last_error)
+
+    (first, told), (second, also) = world.run(program)
+
+    assert told == also
+    if fields is SHARDED:  # the others learn it before they update
+        assert "rank 1 failed in grad_ready()" in told
+        assert (first, second) == ([0], [])
+    else:
+        assert "on rank 1 the delayed gradient of '1.weight' has come after the gradients of its step were reduced" in told
+        assert (first, second) == ([1], [1])
 
 
 def test_a_tensor_that_nothing_marks_as_a_dummy_is_refused():
