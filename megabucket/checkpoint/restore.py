@@ -157,7 +157,7 @@ def restore(stored: Stored, parts: TrainingParts, *, cast: bool = False, with_rn
     with torch.no_grad():
         for target, values in staging.copies:
             target.copy_(values)
-        parts.ddp.num_value_changes += 1
+        parts.ddp.note_written()
         for act in staging.finish:
             act()
     return found

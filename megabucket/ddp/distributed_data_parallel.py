@@ -388,8 +388,13 @@ class DistributedDataParallel(torch.nn.Module):
         for group, tensor in [*flats, *((group, tensor) for _, group, tensor in others)]:
             for communicator in self.ranks.by_name[group].communicators:
                 broadcast_replica(tensor, communicator)
-        self.num_value_changes += 1
+        self.note_written()
         self.sync.counters.note_broadcast()
+
+    def note_written(self) -> None:
+        """Note that values were written into the buffers: optimizers read them, and autograd refuses graphs of the old ones."""
+        self.num_value_changes += 1
+        torch.autograd.graph.increment_version(self.param_names)
 
     def _broadcast_copies(self) -> None:
         """Make tied weights on different ranks equal, frozen ones included, in the same order on all ranks."""
