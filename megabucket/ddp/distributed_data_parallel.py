@@ -439,6 +439,7 @@ class DistributedDataParallel(torch.nn.Module):
         """
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
+    @torch.inference_mode(False)
     def rebuild(self, config: DistributedDataParallelConfig | None = None) -> None:
         """Wrap the module anew, after parameters were frozen, unfrozen, added, removed, replaced or moved.
 
@@ -523,6 +524,7 @@ class DistributedDataParallel(torch.nn.Module):
         if failure is not None:
             raise failure
 
+    @torch.inference_mode(False)
     def detach(self) -> torch.nn.Module:
         """Undo the wrapping: give the parameters their own storage, remove all hooks, and return the module.
 

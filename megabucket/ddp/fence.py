@@ -348,7 +348,7 @@ class Fence:
             self._communicator.progress.phase = "fence"
             num_others = len(report.problems)
             if "nonfinite" in self.counters.problems:  # the answer has a place of its own for it
-                num_others, nonfinite = num_others - 1, torch.ones((), device="cpu")
+                num_others, nonfinite = num_others - 1, torch.ones((), dtype=torch.float32, device="cpu")
             flag = _IS_BROKEN if num_others > 0 else _STOP_IS_WANTED * self.counters.wants_stop
             self._step_gate.send(_END_KIND, report.fingerprint, flag=flag, label="fence", nonfinite=nonfinite)
             if report.problems:

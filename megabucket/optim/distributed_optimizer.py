@@ -83,6 +83,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # Torch's fused optimizers can unscale gradients in their kernel. Here all ranks agree before any rank steps.
     _step_supports_amp_scaling = False
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         torch_optimizer: torch.optim.Optimizer,
@@ -196,6 +197,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         found = getattr(self.torch_optimizer, name)
         return partial(self._switch_weights, name, found) if name in _SWITCHES else found
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _switch_weights(self, name: str, switch: Callable[[], object]) -> None:
         """Switch a schedule-free optimizer between weights for training and evaluation. A collective call.
@@ -227,6 +229,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], _Loss]) -> _Loss: ...
 
+    @torch.inference_mode(False)  # the first step makes state
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Finish the gradient sync, clip, update the shards and gather the parameters.
@@ -302,7 +305,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if self.sharding.holder.buffers is self.ddp.param_and_grad_buffers:  # else a later optimizer has replaced it
                 sync.refuse_update(error)
             if self._is_sharded and sync.state is StepState.GIVING_UP and not sync.policy.has_fence:
-                self.global_norm.of([torch.tensor(math.nan)])  # the only collective of the others before they update
+                self.global_norm.of([_number(math.nan)])  # the only collective of the others before they update
             if not self._is_sharded and sync.state is StepState.AGREED:
                 self._answer_norm()
             raise
@@ -339,7 +342,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _answer_norm(self) -> None:
         """Contribute nan to the norm that ranks with other parts of the model wait for, so that none of them updates."""
         if self.global_norm.is_collective and (self._computes_norm or self.clip_grad > 0):
-            self.global_norm.of([torch.tensor(math.nan)])
+            self.global_norm.of([_number(math.nan)])
 
     def skip(self, reason: str, *, norm: float = math.nan) -> None:
         """End the step without an update, as all ranks do."""
@@ -432,7 +435,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise PhaseError("the gradients of this step were unscaled already; unscale them once per step().")
         with sync.failing_on_all_ranks("unscaling gradients", UPDATING if self._is_sharded else REPORTED):
             grads = self._take_grads()
-            found_inf = torch.full((), float(bool(sync.skip_reason)), device=device)
+            found_inf = torch.full((), float(bool(sync.skip_reason)), dtype=torch.float32, device=device)
             factor = torch.as_tensor(inv_scale, dtype=torch.float32, device=device)
             for grad in grads:  # a kernel takes one dtype
                 CHECK_AND_UNSCALE([grad], found_inf, factor)
@@ -444,6 +447,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.skip(sync.skip_reason)
         return True
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float | None = None) -> torch.Tensor:
         """Finish the gradient sync and clip to a global norm; return the norm over all ranks before clipping.
@@ -467,7 +471,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not self._has_norm:
             self.sharding.check_norm(is_wanted=True)
         if self.ddp.sync.skip_reason:
-            return torch.tensor(math.nan)
+            return _number(math.nan)
         self.prepare_step()
         with self.ddp.sync.failing_on_all_ranks("clip_grad_norm_()", UPDATING if self._is_sharded else REPORTED):
             grads, over_ranks = self._take_grads(), self._norm_of_type(kind)
@@ -475,7 +479,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if math.isfinite(norm):
                 clip_by_norm(grads, norm=norm, max_norm=max_norm, scale=self._kernels.scale)
             self._changes = (*self._changes, ("clip_grad_norm_()", float(max_norm)), ("its norm_type", float(kind)))
-        return torch.tensor(norm, dtype=torch.float32)
+        return _number(norm)
 
     def _take_grads(self) -> list[torch.Tensor]:
         """Finish the gradient sync and return the gradients to change: widened copies of 16-bit ones, others in the buffers."""
@@ -529,6 +533,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # State #
 
+    @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
         """Return the state of whole parameters in torch's format, as of the optimizer without shards.
 
@@ -545,6 +550,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.sharding.settle("state_dict()")
         return pack(self.torch_optimizer, self.sharding.members.by_group(), self.sharding.whole_state())
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a result of ``state_dict``, of any number of ranks and any mode, or of plain torch.
 
@@ -558,3 +564,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             PeerFailedError: another rank has failed.
         """
         self.sharding.load(state_dict)
+
+
+def _number(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float32, device="cpu")

@@ -182,7 +182,7 @@ class Placeholder:
     grad = None
 
     def __init__(self, *, device: torch.device, unscale: Unscale) -> None:
-        self.main = torch.nn.Parameter(torch.zeros(1, device=device))
+        self.main = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device=device))
         self._withheld = _withheld(self.main.detach(), "the gradient of a group without a shard here", unscale)
         self.withhold_grad()
 
