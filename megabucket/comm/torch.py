@@ -152,6 +152,7 @@ class _Channel(Communicator):
             plan = batch.plan = self._plan(batch, is_kept=is_kept)
         return WorkHandle(self.link, self._group, plan, record)
 
+    @torch.inference_mode(False)  # memory of a kept plan is used by later launches
     def _plan(self, batch: Batch, *, is_kept: bool) -> Plan:
         backend = self._backend(batch[0].full.device)
         plan = Plan(rank=self.rank, size=self.size, is_gloo=backend in _GLOO_LIKE, is_kept=is_kept)
