@@ -281,7 +281,7 @@ class _ParamAndGradBucketGroup:
         param, grad = slot.param, slot.param.grad
         if not self._limit or param.grad_added_to_main_grad or grad is None:  # type: ignore[attr-defined]
             self._prepare_write(param)
-            slot.store()
+            slot.store(keeps_graph=not counts and torch.is_grad_enabled())  # create_graph=True under no_sync
             is_complete = (counts and self.readiness.mark((position,))) or is_complete
         else:
             self.staging.append(param)

@@ -7,7 +7,8 @@ Autograd leaves a gradient in ``param.grad``. The previous value of ``param.grad
   explicitly, the first one is added as well, because other code may have added there by hand.
 * the view: autograd adds the next gradient in place, into the buffer. One pass, nothing left to store.
 * anything else: the caller set it (or ``create_graph=True`` made a new sum); it contains the accumulated gradient, so it is
-  copied.
+  copied. In a backward with ``create_graph=True`` that is not reduced it stays in ``param.grad``, because the caller may take
+  a penalty on it; the next backward, or the hand-over, copies it.
 
 While a collective owns the buffer ``param.grad`` is ``None``, so a late gradient lands in its own memory and is found. After a
 backward whose gradients may not be used yet it is a ``WithheldGrad``, which stands for the gradient in the buffer.
@@ -86,8 +87,11 @@ class GradSlot:
         """Whether there is a gradient of this step, or an uncleared one of the last step."""
         return self.param.grad is not None or self.state in (_STAGED, _KERNEL)
 
-    def store(self) -> None:
+    def store(self, *, keeps_graph: bool = False) -> None:
         """Store the gradient that autograd has just left in ``param.grad`` in the buffer.
+
+        Args:
+            keeps_graph: leave it in ``param.grad``, with its graph, unless a fused kernel writes gradients of this parameter.
 
         Raises:
             PhaseError: a fused kernel added its gradient to values of an earlier step, or another gradient was added to its
@@ -95,7 +99,7 @@ class GradSlot:
         """
         if self.param.grad_added_to_main_grad:  # type: ignore[attr-defined]
             self._store_fused()
-        elif self.param.grad is not None:
+        elif self.param.grad is not None and not (keeps_graph and self.state in (_STALE, _CLEAN, _HELD)):
             self._store_grad(self.param.grad)
 
     def _store_grad(self, grad: torch.Tensor) -> None:
@@ -174,7 +178,8 @@ class GradSlot:
                 "own to main_grad: a tied weight, or a term of the loss that reads it. The two were mixed. Set "
                 "zero_out_wgrad = True on the parameter, or use torch.nn.Linear for this layer."
             )
-        if grad is self.view or self.state not in (_CLEAN, _KERNEL):
+        has_graph = not holds_zeros and grad is not None and grad.requires_grad  # an earlier gradient that is not in the view
+        if grad is self.view or has_graph or self.state not in (_CLEAN, _KERNEL):
             raise PhaseError(
                 f"a fused kernel added the gradient of {self.name!r} to main_grad, which was not prepared for it: "
                 "the first gradient of a parameter that sometimes comes from a fused kernel needs zeros to add to. "
@@ -186,6 +191,12 @@ class GradSlot:
         param.grad = None
 
     # Between backward and the next step #
+
+    def scale_outside(self, factor: float) -> None:
+        """Multiply a gradient that is in ``param.grad`` only."""
+        grad = self.param.grad
+        if not (grad is None or grad is self.view or grad is self.in_buffer or type(grad) is WithheldGrad):
+            grad.mul_(factor)
 
     def hand_over(self) -> bool:
         """Release the view to a collective; return whether there is a gradient of this step.

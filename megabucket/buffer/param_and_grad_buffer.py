@@ -135,10 +135,13 @@ class ParamAndGradBuffer:
             for published in ("main_grad", "main_grad_copy_in_grad_buffer", "grad_added_to_main_grad", "main_grad_slot"):
                 param.__dict__.pop(published, None)  # other code may have deleted it
 
+    @torch.no_grad()
     def scale_grads(self, factor: float) -> None:
         """Multiply all gradients in place."""
         for grads in (self.grad_data, *self.local_grads):
             grads.mul_(factor)
+        for slot in self.slots.values():
+            slot.scale_outside(factor)
 
     def zero_grads(self) -> None:
         """Fill the gradient buffer with zeros, padding included: one pass over memory."""

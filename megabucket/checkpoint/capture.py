@@ -356,6 +356,7 @@ def values_of_state(optimizer: Json = None) -> dict[str, Json]:
     }
 
 
+@torch.inference_mode(False)
 def to_host(snapshot: Snapshot, reuse: Sequence[torch.Tensor] = ()) -> Snapshot:
     """Return a snapshot with values of its own in host memory, which training cannot change any more.
 
@@ -363,12 +364,11 @@ def to_host(snapshot: Snapshot, reuse: Sequence[torch.Tensor] = ()) -> Snapshot:
         reuse: memory of an earlier copy, written again where it fits, so that repeated saves of a run take no new memory.
     """
     theirs = [piece.values for piece in snapshot.pieces]
-    own = list(reuse) if len(reuse) == len(theirs) else [torch.empty(0)] * len(theirs)
+    own = list(reuse) if len(reuse) == len(theirs) else [torch.empty(0, dtype=torch.float32, device="cpu")] * len(theirs)
     for index, values in enumerate(theirs):
         if own[index].dtype is not values.dtype or own[index].numel() != values.numel():
             accelerator = Accelerator.of(values.device)
-            make = torch.empty if accelerator is None else accelerator.pinned
-            own[index] = make(values.shape, dtype=values.dtype)
+            own[index] = torch.empty_like(values) if accelerator is None else accelerator.pinned(values.shape, values.dtype)
     if own:
         torch._foreach_copy_(own, theirs, non_blocking=True)
     for accelerator in {values.device: Accelerator.of(values.device) for values in theirs}.values():

@@ -122,6 +122,7 @@ class LoadedCheckpoint:
     """Whether each rank continues with its own random numbers: only with the number of ranks that wrote them."""
 
 
+@torch.inference_mode(False)
 def restore(stored: Stored, parts: TrainingParts, *, cast: bool = False, with_rng: bool = True) -> LoadedCheckpoint:
     """Load a checkpoint into a run. A collective call, between two steps.
 
@@ -157,7 +158,7 @@ def restore(stored: Stored, parts: TrainingParts, *, cast: bool = False, with_rn
     with torch.no_grad():
         for target, values in staging.copies:
             target.copy_(values)
-        parts.ddp.num_value_changes += 1
+        parts.ddp.note_written()
         for act in staging.finish:
             act()
     return found
@@ -289,7 +290,7 @@ def _optimizer_problems(
 
 def _without_values(stored: Stored) -> Find:
     """Return a function that finds a tensor of a checkpoint, and reads nothing of it."""
-    return lambda name: torch.empty(stored.tensors[name].shape, device="meta")
+    return lambda name: torch.empty(stored.tensors[name].shape, dtype=torch.float32, device="meta")
 
 
 def _is_alike(there: Any, here: Any) -> bool:

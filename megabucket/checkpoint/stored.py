@@ -162,7 +162,7 @@ class StoredCheckpoint(Stored):
                 targets.append(_Target(same[0], same[1].pieces, piece.start, piece.values.detach()))
                 continue
             wider, start = _narrowed(piece)
-            values = torch.empty(wider.numel, dtype=dtype_named(tensor.dtype))
+            values = torch.empty(wider.numel, dtype=dtype_named(tensor.dtype), device="cpu")
             for info, block in blocks:
                 _copy_common(_Target(info, block.pieces, 0, values), wider, targets, copies)
             copies.append((values[start : start + len(piece.values)], piece.values.detach(), piece.info.name))
@@ -256,7 +256,7 @@ def _copy_common(source: _Target, wanted: TensorInfo, targets: list[_Target], co
     first = sum((start - begin) * step for (start, _), begin, step in zip(common, stored.offset, strides, strict=True))
     # From the first common element to the last; for a cut along the slowest dimension there is nothing else between them.
     numel = 1 + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
-    found = torch.empty(numel, dtype=source.values.dtype)
+    found = torch.empty(numel, dtype=source.values.dtype, device="cpu")
     targets.append(source._replace(start=first, values=found))
     inside = tuple(slice(a - begin, b - begin) for (a, b), begin in zip(common, wanted.offset, strict=True))
     copies.append((found.as_strided(sizes, strides), in_shape(source.values, wanted.shape, wanted.order)[inside], stored.name))

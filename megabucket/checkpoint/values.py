@@ -116,7 +116,9 @@ def _decode_tagged(tag: str, content: Any, find: Find) -> Any:
         "!tuple": lambda items: tuple(decode(item, find) for item in items),
         "!dict": lambda items: {decode(key, find): decode(item, find) for key, item in items},
         # In two steps, because a shape that is wrong must not take memory.
-        "!number": lambda parts: torch.full((), decode(parts[2], find), dtype=dtype_named(parts[0])).reshape(parts[1]),
+        "!number": lambda parts: torch.full((), decode(parts[2], find), dtype=dtype_named(parts[0]), device="cpu").reshape(
+            parts[1]
+        ),
         "!tensor": find,
         "!json": lambda text: decode(json.loads(text), find),  # deep values, by earlier versions
     }

@@ -54,6 +54,10 @@ class Gate:
         """Whether a message is pending: sent, and its answer not taken."""
         return self._handle is not None and self._handle.is_started
 
+    def is_answered(self) -> bool:
+        """Return whether the answer to a pending message is there, without waiting. ``False`` if the back-end cannot tell."""
+        return self._handle is not None and self._handle.poll()
+
     def send(self, kind: int, fingerprint: int, *, flag: int, label: str, nonfinite: torch.Tensor | None = None) -> None:
         """Send this rank's message without waiting. An interrupt leaves it sent as a whole or not at all.
 

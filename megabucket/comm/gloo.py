@@ -97,7 +97,7 @@ class Plan:
             parts = self._exchange(call)
             numel = call.shard.numel()
             block_numel = min(numel, _BLOCK_NUMEL)  # stays in the cache
-            total = torch.empty(block_numel, dtype=torch.float32)
+            total = torch.empty(block_numel, dtype=torch.float32, device="cpu")
             for first in range(0, numel, block_numel):
                 pieces = [part[first : first + block_numel] for part in parts]
                 sum_of_block = total[: pieces[0].numel()]

@@ -8,10 +8,12 @@ this file.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import itertools
 import operator
 import os
 import queue
+import sys
 import threading
 import time
 import weakref
@@ -152,6 +154,7 @@ class _Channel(Communicator):
             plan = batch.plan = self._plan(batch, is_kept=is_kept)
         return WorkHandle(self.link, self._group, plan, record)
 
+    @torch.inference_mode(False)  # memory of a kept plan is used by later launches
     def _plan(self, batch: Batch, *, is_kept: bool) -> Plan:
         backend = self._backend(batch[0].full.device)
         plan = Plan(rank=self.rank, size=self.size, is_gloo=backend in _GLOO_LIKE, is_kept=is_kept)
@@ -243,9 +246,11 @@ class Link:
         self.progress = progress
         self._host_clock = HostClock()
         self._device_clock: DeviceClock | None = None
-        self.worker = Worker(name=f"megabucket-worker-{self.rank}")
+        self.worker = Worker(name=f"megabucket-worker-{self.rank}", is_failing=partial(_is_failing, progress))
         self.numbers = itertools.count(1)
         """Numbers the launches; ``next`` is part of the single C call of a launch."""
+        self.num_open = 0
+        """Launches that were not waited for."""
         self.own_groups: list[dist.ProcessGroup] = []
         self.watch: PeerWatch | None = None
         self._finding: MegabucketError | None = None
@@ -329,7 +334,21 @@ class Link:
         self.worker.end(_JOIN_S)
         if self.watch is not None:
             self.watch.heartbeat.stop()
+        if self.num_open and _is_failing(self.progress):
+            _leak(self.own_groups)
         self.own_groups = []
+
+
+def _is_failing(progress: Progress) -> bool:
+    """Return whether an exception ends the program of this rank, which then waits for no other rank."""
+    is_ending = sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None
+    return is_ending or progress.awaits_answer
+
+
+def _leak(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Let groups live until the process ends: the destructor of one with unfinished collectives waits for the other ranks."""
+    for group in groups:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _lose(groups: Sequence[dist.ProcessGroup], is_aborted: threading.Event) -> None:
@@ -403,6 +422,7 @@ class WorkHandle(Handle):
             launch.note("launched")
         self._sent.extend(map(_call, steps))
         link.progress.num_launched += 1
+        link.num_open += 1
         number, *results = self._sent
         if link.watch is not None:
             link.watch.heartbeat.num_launched = number
@@ -439,6 +459,7 @@ class WorkHandle(Handle):
             raise link.watch.report_unreachable(self._unread, label=self._label, number=number)
         self._complete(plan)
         self._plan = None
+        link.num_open -= 1
         if self._passing:
             works, self._sent = [], [number]  # works hold the tensors
             _await_release(self._passing)
@@ -541,9 +562,9 @@ class Worker:
     The order is the same on all ranks, so jobs may wait for other ranks.
     """
 
-    def __init__(self, *, name: str) -> None:
+    def __init__(self, *, name: str, is_failing: Callable[[], bool] = bool) -> None:
         self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._name = name
+        self._name, self._is_failing = name, is_failing
         self.thread: threading.Thread | None = None
         self._must_stop = threading.Event()
 
@@ -564,6 +585,8 @@ class Worker:
         thread, self.thread = self.thread, None
         if thread is None or thread is threading.current_thread():
             return
+        if self._is_failing():
+            self.give_up()  # the jobs wait for other ranks
         self.jobs.put(None)
         thread.join(time_limit_s)
         self._must_stop.set()

@@ -396,8 +396,13 @@ class DistributedDataParallel(torch.nn.Module):
         for group, tensor in [*flats, *((group, tensor) for _, group, tensor in others)]:
             for communicator in self.ranks.by_name[group].communicators:
                 broadcast_replica(tensor, communicator)
-        self.num_value_changes += 1
+        self.note_written()
         self.sync.counters.note_broadcast()
+
+    def note_written(self) -> None:
+        """Note that values were written into the buffers: optimizers read them, and autograd refuses graphs of the old ones."""
+        self.num_value_changes += 1
+        torch.autograd.graph.increment_version(self.param_names)
 
     def _broadcast_copies(self) -> None:
         """Make tied weights on different ranks equal, frozen ones included, in the same order on all ranks."""
@@ -442,6 +447,7 @@ class DistributedDataParallel(torch.nn.Module):
         """
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
+    @torch.inference_mode(False)
     def rebuild(self, config: DistributedDataParallelConfig | None = None) -> None:
         """Wrap the module anew, after parameters were frozen, unfrozen, added, removed, replaced or moved.
 
@@ -526,6 +532,7 @@ class DistributedDataParallel(torch.nn.Module):
         if failure is not None:
             raise failure
 
+    @torch.inference_mode(False)
     def detach(self) -> torch.nn.Module:
         """Undo the wrapping: give the parameters their own storage, remove all hooks, and return the module.
 

@@ -351,6 +351,20 @@ class Fence:
         """Whether a message is pending."""
         return self._report is not None and (self._step_gate is None or self._step_gate.is_sent)
 
+    def own_error(self, step: int) -> MegabucketError | None:
+        """Return the error about the pending report of this rank; ``None`` if it has no problem."""
+        report = self._pending()
+        return resolve_error(step, self._num_buckets, [Report.from_bytes(report.to_bytes(self._record_bytes))])
+
+    def _pending(self) -> Report:
+        if self._report is None:
+            raise errors.PhaseError("there is no fence to wait for")
+        return self._report
+
+    def is_answered(self) -> bool:
+        """Return whether all ranks have reached the pending fence, without waiting."""
+        return self._step_gate is None or self._step_gate.is_answered()
+
     def send(self, report: Report, nonfinite: torch.Tensor | None = None) -> None:
         """Send this rank's fingerprint and flags without waiting. A rank with a problem sends its report right after.
 
@@ -363,7 +377,7 @@ class Fence:
             self._communicator.progress.phase = "fence"
             num_others = len(report.problems)
             if "nonfinite" in self.counters.problems:  # the answer has a place of its own for it
-                num_others, nonfinite = num_others - 1, torch.ones((), device="cpu")
+                num_others, nonfinite = num_others - 1, torch.ones((), dtype=torch.float32, device="cpu")
             flag = _IS_BROKEN if num_others > 0 else _STOP_IS_WANTED * self.counters.wants_stop
             self._step_gate.send(_END_KIND, report.fingerprint, flag=flag, label="fence", nonfinite=nonfinite)
             if report.problems:
@@ -378,9 +392,7 @@ class Fence:
         Raises:
             MegabucketError: a rank was lost or interrupted.
         """
-        report = self._report
-        if report is None:
-            raise errors.PhaseError("there is no fence to wait for")
+        report = self._pending()
         if self._step_gate is not None:
             is_alike, flag, is_nonfinite = self._step_gate.take()
             self.counters.stop_is_wanted = flag == _STOP_IS_WANTED

@@ -27,6 +27,7 @@ def broadcast_replica(tensor: torch.Tensor, communicator: Communicator) -> None:
         communicator.launch([Broadcast(dense)], label="initial broadcast").wait()
         if dense is not single:
             single.copy_(dense)
+        torch.autograd.graph.increment_version(tensor)  # a collective does not
 
 
 def params_of(module: torch.nn.Module, identities: Mapping[str, ParamIdentity]) -> dict[str, torch.nn.Parameter]:

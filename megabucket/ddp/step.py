@@ -32,6 +32,8 @@ who owns their memory.
 from __future__ import annotations
 
 import enum
+import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from types import MappingProxyType, TracebackType
@@ -89,6 +91,8 @@ _TRANSITIONS: Final[Mapping[StepState, frozenset[StepState]]] = MappingProxyType
     }
 )
 
+
+_ANSWER_WITHIN_S: Final = 2.0
 
 REPORTED: Final = (StepState.FENCED, StepState.CALL)
 """States in which the other ranks have this rank's report, so that a failure breaks the wrapper."""
@@ -245,9 +249,22 @@ class GradSync:
         elif self._awaits_update:
             self.counters.note_missed_update(describe(error))
         if self.state is StepState.GIVING_UP:
-            if isinstance(error, Exception):
-                raise self.conclude_giving_up() from error
-            self._send_failure()  # an interrupt does not wait for other ranks
+            self._send_failure()
+            if isinstance(error, Exception):  # an interrupt does not wait for other ranks
+                raise self._error_of_all() from error
+
+    def _error_of_all(self) -> MegabucketError:
+        """Return the error that all ranks raise about the step that this rank has given up.
+
+        Ranks that are not at their fence yet may be in a collective of the caller's own, which needs this rank. So it does not
+        wait long for them. Its own report says what theirs will say, unless another rank has failed as well.
+        """
+        deadline_s = time.monotonic() + _ANSWER_WITHIN_S
+        while self.broken is None and not self._fence.is_answered():
+            if time.monotonic() > deadline_s:
+                return self._fence.own_error(self.step) or self.conclude_giving_up()
+            time.sleep(0.001)
+        return self.conclude_giving_up()
 
     @property
     def _awaits_update(self) -> bool:
@@ -585,6 +602,7 @@ class GradSync:
         if not reports:
             return
         error = resolve_error(self.step - 1 if is_counted else self.step, len(self.groups), reports)
+        self._communicator.progress.awaits_answer = False
         if error is None:
             raise InvariantError(
                 f"[rank {self._communicator.rank}] the fence of step {self.step} failed, but no report has a reason"
@@ -788,6 +806,7 @@ class GradSync:
 
     def _send_failure(self) -> None:
         """Send the rest of the schedule and the fence, without waiting. May be called again after an interrupt."""
+        self._communicator.progress.awaits_answer = True
         try:
             if not self.is_reduced:
                 for group in self.groups:
@@ -812,6 +831,25 @@ class GradSync:
                     return error
                 raise
         raise InvariantError("a step that was given up cannot be whole")
+
+    def leave(self) -> None:
+        """End the last step, because the wrapper goes: with all ranks, or without waiting for them if this rank has failed.
+
+        While an exception ends the program of this rank, the others may be anywhere, also in a collective of the caller's own.
+        They find the reason in the store.
+        """
+        error = sys.exc_info()[1]
+        has_begun = self.counters.num_open_forwards or self.counters.num_microbatches
+        is_open = self.state in (StepState.LAUNCHING, StepState.FENCED) or (self.state is StepState.OPEN and has_begun)
+        is_open |= self._awaits_update and self.updates_jointly
+        if self.state is StepState.GIVING_UP and not self._fence.is_answered():
+            failure = self.counters.problems.get("failure")
+            fields = {"phase": "a step", "cause": describe(error)} if failure is None else failure.fields
+            self.break_off(fields["phase"], fields["cause"])
+        elif is_open and error is not None:
+            self.break_off(self._communicator.progress.phase, describe(error))
+        else:
+            self.reset()
 
     def conclude_if_sent(self) -> None:
         """Conclude the step, if this rank has given it up and sent its report."""

@@ -351,7 +351,8 @@ class Wrapping:
         self._is_attached = False
         try:
             if self.sync.broken is None:
-                self.sync.reset()
+                self.sync.leave()
+            if self.sync.broken is None:
                 self.gather.finish()
         finally:  # also after the loss of a rank
             for handle in self._handles:

@@ -61,7 +61,7 @@ def _train(ddp: DistributedDataParallel, model: _Model, size: int) -> Iterator[F
     """Yield the result of each step. SGD's learning rate is 1, so the changes of parameters are the gradients."""
     divisor = 1 if ddp.ddp_config.grad_reduction == "sum" else size
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), ddp)
-    right = {name: torch.zeros(param.numel()) for name, param in model.named_parameters()}  # float32, as the optimizer's
+    right = {name: torch.zeros(param.numel(), dtype=torch.float32, device="cpu") for name, param in model.named_parameters()}
     tolerance = {}  # relative: of values that AVG may have rounded
     for step, times in enumerate(_MICROBATCHES, start=1):
         before = {name: param.detach().double().flatten() for name, param in model.named_parameters()}
@@ -75,7 +75,7 @@ def _train(ddp: DistributedDataParallel, model: _Model, size: int) -> Iterator[F
         optimizer.zero_grad()
 
         # Whole numbers, divided and rounded once.
-        value = torch.tensor(OWN * times / divisor, dtype=torch.float64)
+        value = torch.tensor(OWN * times / divisor, dtype=torch.float64, device="cpu")
         for buffer in ddp.param_and_grad_buffers:
             for name in buffer.params:
                 right[name] -= value.to(buffer.grad_data.dtype).float()

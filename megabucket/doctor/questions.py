@@ -79,7 +79,7 @@ class Bench:
     def random_sum(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the all-reduced sum of random numbers, the same in every run, and the float32 inputs of all ranks."""
         generators = [torch.Generator().manual_seed(1_000_003 * rank + numel) for rank in range(self.size)]
-        inputs = torch.stack([torch.randn(numel, generator=generator) for generator in generators])
+        inputs = torch.stack([torch.randn(numel, generator=one, dtype=torch.float32, device="cpu") for one in generators])
         total = inputs[self.rank].to(self.device, dtype, copy=True)
         self.launch(AllReduce(total))
         return total.cpu(), inputs
@@ -91,7 +91,7 @@ def contribution(rank: int, size: int, numel: int) -> torch.Tensor:
     >>> contribution(1, 3, 6).tolist()
     [0.0, 5.0, 0.0, 0.0, 5.0, 0.0]
     """
-    return OWN * (torch.arange(numel) % size == rank).double()
+    return OWN * (torch.arange(numel, dtype=torch.int64, device="cpu") % size == rank).double()
 
 
 def read_sum(sums: torch.Tensor, size: int, *, times: int = 1) -> tuple[str, tuple[int, ...]]:
@@ -118,7 +118,7 @@ def read_sum(sums: torch.Tensor, size: int, *, times: int = 1) -> tuple[str, tup
     for index in (wrong & ~is_whole).nonzero().flatten().tolist():
         text = f"element {index} is {OWN * counts[index].item():g} instead of {OWN * times}"
         return f"not a sum of ranks: {text}", ()
-    owners = (torch.arange(len(counts)) % size)[wrong].tolist()
+    owners = (torch.arange(len(counts), dtype=torch.int64, device="cpu") % size)[wrong].tolist()
     count_of = dict(sorted(zip(owners, counts[wrong].round().int().tolist(), strict=True)))
     texts = []
     for count in dict.fromkeys(count_of.values()):
@@ -156,7 +156,7 @@ def all_gather(bench: Bench) -> Fact:
     """Check that all parts reach every rank."""
     got, expected = [], []
     for dtype in (torch.float32, torch.bfloat16, torch.uint8):
-        full = (torch.arange(bench.size * 60, device=bench.device) % 251).to(dtype)
+        full = (torch.arange(bench.size * 60, dtype=torch.int64, device=bench.device) % 251).to(dtype)
         gathered = torch.zeros_like(full)
         bench.shard(gathered).copy_(bench.shard(full))
         bench.launch(AllGather(gathered, bench.shard(gathered)))
@@ -171,7 +171,7 @@ def maximum(bench: Bench) -> Fact:
     values = [bench.rank, -bench.rank, _LARGE + bench.rank, bench.rank - _LARGE, int(bench.rank == last)]
     tensor = torch.tensor(values, dtype=torch.int64, device=bench.device)
     bench.launch(AllReduce(tensor, ReduceOp.MAX))
-    return _checked([tensor.cpu()], [torch.tensor([last, 0, _LARGE + last, last - _LARGE, 1])])
+    return _checked([tensor.cpu()], [torch.tensor([last, 0, _LARGE + last, last - _LARGE, 1], dtype=torch.int64, device="cpu")])
 
 
 def broadcast(bench: Bench) -> Fact:

@@ -45,7 +45,7 @@ def add_weight_grad(main_grad: torch.Tensor, inputs: torch.Tensor, grad_out: tor
 @functools.cache
 def _has_wide_product(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether torch adds a product of 16-bit matrices to a float32 one. Tried, because some versions have it and refuse."""
-    wide, narrow = torch.zeros(16, 16, device=device), torch.zeros(16, 16, dtype=dtype, device=device)
+    wide, narrow = torch.zeros(16, 16, dtype=torch.float32, device=device), torch.zeros(16, 16, dtype=dtype, device=device)
     try:
         torch.ops.aten.addmm.dtype_out(wide, narrow, narrow, torch.float32, beta=1.0, out=wide)
     except (AttributeError, RuntimeError):

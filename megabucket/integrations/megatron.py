@@ -288,7 +288,9 @@ class DistributedOptimizer(MegatronOptimizer):
     def get_loss_scale(self) -> torch.Tensor:
         """Return the loss scale as a tensor of one element."""
         scale = 1.0 if self.grad_scaler is None else self.grad_scaler.get_scale()
-        return torch.full((1,), scale, device=self.optimizer.ddp.param_and_grad_buffers[0].grad_data.device)
+        return torch.full(
+            (1,), scale, dtype=torch.float32, device=self.optimizer.ddp.param_and_grad_buffers[0].grad_data.device
+        )
 
     def clip_grad_norm(self, clip_grad: float) -> float:
         """Finish the gradient sync, clip, and return the norm before clipping."""

@@ -178,7 +178,7 @@ def _time_launches(batches: Sequence[Batch], count: int, communicator: Communica
 
 def meeting(communicator: Communicator, *, device: torch.device) -> Callable[[], None]:
     """Return a call that returns once every rank has made it and all earlier work of the device is done."""
-    calls = communicator.prepare([AllReduce(torch.zeros(1, device=device))])
+    calls = communicator.prepare([AllReduce(torch.zeros(1, dtype=torch.float32, device=device))])
     accelerator = Accelerator.of(device)
 
     def meet() -> None:

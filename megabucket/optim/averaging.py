@@ -37,6 +37,7 @@ class ShardedEMA:
         self._optimizer = optimizer
         self._decay = decay
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def update(self) -> None:
         """Add this rank's shard of the weights. The average begins with the weights after their first update."""

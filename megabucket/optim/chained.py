@@ -97,6 +97,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     # A step #
 
+    @torch.inference_mode(False)  # the first step makes state
     @torch.no_grad()
     def step(self) -> StepResult:  # type: ignore[override]
         """Finish all gradient syncs, take one norm, clip, update and gather; or update nothing on any rank.

@@ -84,6 +84,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # Torch's fused optimizers can unscale gradients in their kernel. Here all ranks agree before any rank steps.
     _step_supports_amp_scaling = False
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         torch_optimizer: torch.optim.Optimizer,
@@ -198,6 +199,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         found = getattr(self.torch_optimizer, name)
         return partial(self._switch_weights, name, found) if name in _SWITCHES else found
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _switch_weights(self, name: str, switch: Callable[[], object]) -> None:
         """Switch a schedule-free optimizer between weights for training and evaluation. A collective call.
@@ -229,6 +231,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], _Loss]) -> _Loss: ...
 
+    @torch.inference_mode(False)  # the first step makes state
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Finish the gradient sync, clip, update the shards and gather the parameters.
@@ -317,7 +320,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if self.sharding.holder.buffers is self.ddp.param_and_grad_buffers:  # else a later optimizer has replaced it
                 sync.refuse_update(error)
             if sync.updates_jointly and sync.state is StepState.GIVING_UP and not sync.policy.has_fence:
-                self.global_norm.of([torch.tensor(math.nan)])  # the only collective of the others before they update
+                self.global_norm.of([_number(math.nan)])  # the only collective of the others before they update
             raise
         is_due = sync.state is StepState.LAUNCHING and not sync.policy.is_explicit
         if not (is_due or sync.state is StepState.AGREED):
@@ -451,7 +454,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise PhaseError("the gradients of this step were unscaled already; unscale them once per step().")
         with sync.failing_on_all_ranks("unscaling gradients", self._final_states):
             grads = self._take_grads("unscale_grads()")
-            found_inf = torch.full((), float(bool(sync.skip_reason)), device=device)
+            found_inf = torch.full((), float(bool(sync.skip_reason)), dtype=torch.float32, device=device)
             factor = torch.as_tensor(inv_scale, dtype=torch.float32, device=device)
             for grad in grads:  # a kernel takes one dtype
                 CHECK_AND_UNSCALE([grad], found_inf, factor)
@@ -463,6 +466,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.skip(sync.skip_reason)
         return True
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float | None = None) -> torch.Tensor:
         """Finish the gradient sync and clip to a global norm; return the norm over all ranks before clipping.
@@ -486,7 +490,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not self._has_norm:
             self.sharding.check_norm(is_wanted=True)
         if self.ddp.sync.skip_reason:
-            return torch.tensor(math.nan)
+            return _number(math.nan)
         self.prepare_step()
         with self.ddp.sync.failing_on_all_ranks("clip_grad_norm_()", self._final_states):
             grads = self._take_grads(f"clip_grad_norm_({float(max_norm)}, norm_type={float(kind)})")
@@ -495,7 +499,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if math.isfinite(norm):
                 clip_by_norm(grads, norm=norm, max_norm=max_norm, scale=self._kernels.scale)
             self._changes = (*self._changes, ("clip_grad_norm_()", float(max_norm)), ("its norm_type", float(kind)))
-        return torch.tensor(norm, dtype=torch.float32)
+        return _number(norm)
 
     def _take_grads(self, call: str) -> list[torch.Tensor]:
         """Finish the gradient sync and return the gradients to change: widened copies of 16-bit ones, others in the buffers.
@@ -554,6 +558,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # State #
 
+    @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
         """Return the state of whole parameters in torch's format, as of the optimizer without shards.
 
@@ -570,6 +575,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.sharding.settle("state_dict()")
         return pack(self.torch_optimizer, self.sharding.members.by_group(), self.sharding.whole_state())
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a result of ``state_dict``, of any number of ranks and any mode, or of plain torch.
 
@@ -583,3 +589,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             PeerFailedError: another rank has failed.
         """
         self.sharding.load(state_dict)
+
+
+def _number(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float32, device="cpu")

@@ -159,7 +159,7 @@ def _copy_of(optimizer: torch.optim.Optimizer, values: Sequence[torch.Tensor]) -
     memo: dict[int, Any] = {id(optimizer): tried, id(optimizer.state): state}
     for group in optimizer.param_groups:
         # Other attributes may refer to the parameters: in the copy they refer to empty ones.
-        memo |= {id(param): torch.nn.Parameter(torch.empty(0)) for param in group["params"]}
+        memo |= {id(param): torch.nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu")) for param in group["params"]}
     own = {key: value for key, value in vars(optimizer).items() if key != "step" and not key.startswith("_optimizer_")}
     tried.__setstate__(copy.deepcopy(own, memo))
     kinds: dict[str, dict[str, Any]] = {}

@@ -144,7 +144,7 @@ class DynamicGradScaler(ConstantGradScaler):
 
 def _float32(number: float) -> float:
     """Round to float32."""
-    return torch.tensor(number, dtype=torch.float32).item()
+    return torch.tensor(number, dtype=torch.float32, device="cpu").item()
 
 
 def _check(is_right: bool, text: str) -> None:

@@ -182,7 +182,7 @@ class Placeholder:
     grad = None
 
     def __init__(self, *, device: torch.device, unscale: Unscale) -> None:
-        self.main = torch.nn.Parameter(torch.zeros(1, device=device))
+        self.main = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device=device))
         self._withheld = _withheld(self.main.detach(), "the gradient of a group without a shard here", unscale)
         self.withhold_grad()
 
@@ -407,9 +407,14 @@ class Sharding:
 
     @torch.no_grad()
     def store_values(self) -> None:
-        """Round the stepped main parameters into the parameter buffers, all in one operation."""
+        """Round the stepped main parameters into the parameter buffers, all in one operation.
+
+        The parameters count as changed in place, also those that other ranks have stepped, so autograd refuses graphs of their
+        old values. Not when a gather ends: that would refuse graphs of the next forward.
+        """
         if self._rounded[0]:
             torch._foreach_copy_(*self._rounded)
+        torch.autograd.graph.increment_version(self._ddp.param_names)
 
     def undo(self) -> None:
         """Put whole parameters with their state back into the groups. A collective call; a second one does nothing.

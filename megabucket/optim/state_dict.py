@@ -471,7 +471,7 @@ def unpack(
     _refuse(_group_problems(members, state_dict))
     # Torch converts floating state to the dtype of the parameter, which for 16-bit ones is not the dtype of computation. It
     # does not convert the state of integer "parameters"; these stand-ins have no memory.
-    byte = torch.zeros(1, dtype=torch.int8)
+    byte = torch.zeros(1, dtype=torch.int8, device="cpu")
     stand_ins = [[byte.to(param.device).expand(param.shape or (1,)) for param in of_group] for of_group in members]
     groups = [{**group, "params": of_group} for group, of_group in zip(optimizer.param_groups, stand_ins, strict=True)]
     shell = _shell(optimizer, groups, defaultdict(dict))

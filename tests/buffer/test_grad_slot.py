@@ -328,6 +328,17 @@ class TestFusedKernels:
     def param(self):
         return torch.nn.Parameter(torch.ones(2, 3))
 
+    @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+    def test_a_kernel_cannot_add_beside_a_gradient_that_was_kept_with_its_graph(self, param):
+        slot, _ = hooked(param)
+        param._post_accumulate_grad_hooks.clear()
+        (param**2).sum().backward(create_graph=True)
+        slot.store(keeps_graph=True)
+        param.register_post_accumulate_grad_hook(lambda _: slot.store())
+
+        with pytest.raises(PhaseError, match="use the fused kernel in every microbatch"):
+            fused_backward(param)
+
     def test_the_gradient_of_the_kernel_counts_and_the_dummy_is_dropped(self, param):
         slot, _ = hooked(param)
 

@@ -281,9 +281,8 @@ def test_a_gradient_that_comes_after_the_sync_on_one_rank_is_named_on_all(fields
                         ddp.grad_ready(ddp.module[1].weight)
                 ddp.zero_grad()
             except MegabucketError as error:
-                errors.append(step)
-                assert error is ddp.last_error
-                ddp.zero_grad()
+                errors.append((step, error is ddp.last_error))
+            ddp.zero_grad()
         return errors, str(ddp.last_error)
 
     (first, told), (second, also) = world.run(program)
@@ -291,10 +290,10 @@ def test_a_gradient_that_comes_after_the_sync_on_one_rank_is_named_on_all(fields
     assert told == also
     if fields is SHARDED:  # the others learn it before they update
         assert "rank 1 failed in grad_ready()" in told
-        assert (first, second) == ([0], [])
+        assert (first, second) == ([(0, True)], [])
     else:
         assert "on rank 1 the delayed gradient of '1.weight' has come after the gradients of its step were reduced" in told
-        assert (first, second) == ([1], [1])
+        assert (first, second) == ([(1, True)], [(1, True)])
 
 
 def test_a_tensor_that_nothing_marks_as_a_dummy_is_refused():

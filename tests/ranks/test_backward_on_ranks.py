@@ -135,9 +135,27 @@ def gradient_penalty(model: Any, inputs: Iterator[torch.Tensor]) -> None:
 
 
 def differentiable_backward(model: Any, inputs: Iterator[torch.Tensor]) -> None:
+    differentiably(loss(model, next(inputs)))
+
+
+def differentiably(value: torch.Tensor) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"Using backward\(\) with create_graph=True")
-        loss(model, next(inputs)).backward(create_graph=True)
+        value.backward(create_graph=True)
+
+
+def penalty_on_gradients(model: Any, inputs: Iterator[torch.Tensor]) -> None:
+    with model.no_sync():
+        differentiably(loss(model, next(inputs)))
+    torch.stack([param.grad.square().sum() for param in model.module.parameters()]).sum().backward()
+
+
+def penalty_on_gradients_of_two_microbatches(model: Any, inputs: Iterator[torch.Tensor]) -> None:
+    with model.no_sync():
+        once(model, inputs)
+        differentiably(loss(model, next(inputs)))
+        torch.stack([param.grad.square().sum() for param in model.module.parameters()]).sum().backward()
+    once(model, inputs)
 
 
 def only_some_parameters_per_microbatch(model: Any, inputs: Iterator[torch.Tensor]) -> None:
@@ -165,6 +183,8 @@ SCENARIOS: MappingProxyType[str, Scenario] = MappingProxyType(
             two_losses_of_one_forward,
             gradient_penalty,
             differentiable_backward,
+            penalty_on_gradients,
+            penalty_on_gradients_of_two_microbatches,
             only_some_parameters_per_microbatch,
             two_synced_backwards,
         )
@@ -314,3 +334,35 @@ def weights_of_both(rank: Rank, loop: str, overlap: bool) -> list[torch.Tensor]:
 def test_plain_loops_end_with_the_weights_of_torch_ddp(pool, loop, overlap):
     for rank, (torchs, ours) in enumerate(pool.run(weights_of_both, loop, overlap, ranks=2)):
         assert torch.equal(torchs, ours), f"rank {rank}: off by {float((torchs - ours).abs().max())}"
+
+
+def errors_of_an_old_graph(rank: Rank, options: dict[str, Any]) -> list[tuple[str, str]]:
+    """Run backward through a graph of weights that an optimizer has updated since: under torch's wrapper and under ours."""
+    torchs = torch.nn.parallel.DistributedDataParallel(Layers(), process_group=rank.group)
+    ours = mb.DistributedDataParallel(Layers(), mb.DistributedDataParallelConfig(**options), process_group=rank.group)
+    found = []
+    for model in (torchs, ours):
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = mb.DistributedOptimizer(sgd, model) if isinstance(model, mb.DistributedDataParallel) else sgd
+        value = loss(model, next(inputs_of(0, rank.index)))
+        value.backward(retain_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        try:
+            value.backward()
+        except RuntimeError as error:
+            found.append((type(error).__name__, str(error).split(":")[0]))
+    optimizer.zero_grad()
+    once(ours, inputs_of(1, rank.index))  # the error ended its own step only
+    optimizer.step()
+    ours.check_replicas()
+    return found
+
+
+@pytest.mark.parametrize("reduce_scatters", [False, True])
+def test_a_graph_of_old_weights_is_the_error_that_torch_ddp_raises(pool, reduce_scatters):
+    options = {"use_distributed_optimizer": reduce_scatters, "overlap_param_gather": reduce_scatters, "bucket_size": 20}
+
+    for torchs, ours in pool.run(errors_of_an_old_graph, options, ranks=2):
+        assert ours == torchs
+        assert "modified by an inplace operation" in ours[1]

@@ -273,7 +273,7 @@ def _optimizer_values(
             param, key = _param_and_key(name)
             state.setdefault(param, {})[key] = StateEntry(key, "elements", info.dtype)
             if info.numel == 1 and (key in KNOWN_NUMBERS or info.shape != shapes.get(param)):
-                numbers[name] = torch.empty(info.shape, dtype=dtype_named(info.dtype))
+                numbers[name] = torch.empty(info.shape, dtype=dtype_named(info.dtype), device="cpu")
     _load(numbers, path)
     numbers |= {name: value for name, value in plain.items() if type(value).__name__ in NUMBER_TYPES}
     for name, value in numbers.items():

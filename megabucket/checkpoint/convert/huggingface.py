@@ -70,7 +70,7 @@ def export_weights(
         staging = Staging(stored)
         tensors = {}
         for weight, wanted in chosen.items():
-            like = torch.empty(stored.tensors[f"{Prefix.MODEL}{weight}"].shape, dtype=wanted)
+            like = torch.empty(stored.tensors[f"{Prefix.MODEL}{weight}"].shape, dtype=wanted, device="cpu")
             tensors[weight] = staging.want_like(source_of(stored.tensors, weight, wanted), like)
         staging.read()
         # transformers loads a file only if it names the framework

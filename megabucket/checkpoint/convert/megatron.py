@@ -159,7 +159,7 @@ def import_dp_zero(
         tensors[f"{Prefix.MODEL}{name}"] = weight
         tensors |= {state_name(name, key): values[key] for key in _MOMENTS}
         tensors |= {f"{Prefix.MAIN}{name}": values[_PARAM]} if dtype != torch.float32 else {}
-    count = describe_number("step", torch.tensor(float(found.step)), torch.device("cpu"))
+    count = describe_number("step", torch.tensor(float(found.step), dtype=torch.float32, device="cpu"), torch.device("cpu"))
     description = (count, *(StateEntry(key, "elements", "float32") for key in _MOMENTS))
     described, computed_in = dict.fromkeys(found.params, description), dict.fromkeys(found.params, "float32")
     optimizer = optimizer_values(optimizer_class, named, described, computed_in, tensors.__setitem__)
