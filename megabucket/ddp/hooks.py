@@ -13,8 +13,9 @@ import dataclasses
 import sys
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -43,7 +44,7 @@ def register_hooks(
         on_load: called after a ``load_state_dict`` of the module or of any submodule.
     """
     handles: list[RemovableHandle] = [
-        param.register_post_accumulate_grad_hook(hook)
+        _register_last(param, hook)
         for group in groups
         for param, hook in zip(group.params, grad_hooks(sync, group), strict=True)
     ]
@@ -97,6 +98,57 @@ def grad_hooks(sync: GradSync, group: _ParamAndGradBucketGroup) -> list[GradHook
     for position in group.delayed:
         hooks[position] = drop_dummy
     return hooks
+
+
+def _register_last(param: torch.Tensor, hook: GradHook) -> RemovableHandle:
+    """Register a post-accumulate hook that runs after all others, also after those that are registered later.
+
+    So the others see the gradient in ``param.grad``, and the hook finds what they leave there.
+    """
+    hooks: Any = param._post_accumulate_grad_hooks
+    if not isinstance(hooks, _PostHooks):
+        hooks = param._post_accumulate_grad_hooks = _PostHooks(hooks)
+    handle = param.register_post_accumulate_grad_hook(hook)
+    hooks.last = handle.id
+    return handle
+
+
+class _PostHooks(OrderedDict[int, Any]):
+    """The post-accumulate hooks of one parameter, by the id of their handles. The one of the wrapper stays last.
+
+    Relies on this of torch: ``register_post_accumulate_grad_hook`` adds to the dict that it finds in
+    ``param._post_accumulate_grad_hooks``, and autograd calls a copy of its values, in order. If that changed, hooks would run
+    in the order of their registration.
+
+    Args:
+        earlier: the dict that this one replaces. Its hooks are called from there, because their handles remove them there.
+    """
+
+    last: int | None = None
+
+    def __init__(self, earlier: dict[int, Any] | None) -> None:
+        super().__init__()
+        if not earlier:
+            return
+
+        def call_earlier(param: torch.Tensor) -> Any:
+            for hook in tuple(earlier.values()):
+                if (result := hook(param)) is not None:
+                    return result  # torch refuses it
+            if not earlier:
+                param._post_accumulate_grad_hooks.pop(_EARLIER, None)  # all were removed
+            return None
+
+        self[_EARLIER] = call_earlier
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        """Add a hook before that of the wrapper."""
+        super().__setitem__(key, hook)
+        if self.last in self and key != self.last:
+            super().__setitem__(self.last, self.pop(self.last))
+
+
+_EARLIER: Final = -1  # no handle has this id
 
 
 def check_finish(params: Mapping[str, torch.Tensor], policy: StepPolicy, ranks: RankGroups) -> None:
