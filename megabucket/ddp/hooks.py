@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -79,7 +79,11 @@ def grad_hooks(sync: GradSync, group: _ParamAndGradBucketGroup) -> list[GradHook
                 "a parameter received a gradient, but the DistributedDataParallel wrapper that should reduce it is gone. "
                 "Keep the wrapper or the wrapped module alive, or call detach() on the wrapper before dropping it."
             )
-        sync.receive(index, position_of[id(param)])
+        try:
+            position = position_of[id(param)]
+        except KeyError:
+            return  # the result of another hook, which autograd passes on and refuses afterwards
+        sync.receive(index, position)
 
     stage = group.staging.make_hook(receive)
 
@@ -98,6 +102,14 @@ def grad_hooks(sync: GradSync, group: _ParamAndGradBucketGroup) -> list[GradHook
     for position in group.delayed:
         hooks[position] = drop_dummy
     return hooks
+
+
+def backward_hooks_of(module: torch.nn.Module) -> list[Sized]:
+    """Return the dicts that hold the backward hooks of a module, its submodules, and all modules of the process."""
+    found: list[Sized] = [hooks for part in module.modules() for hooks in (part._backward_hooks, part._backward_pre_hooks)]
+    # Of ``register_module_full_backward_hook``. Without these names its hooks would find staged gradients missing.
+    names = ("_global_backward_hooks", "_global_backward_pre_hooks")
+    return found + [getattr(torch.nn.modules.module, name, ()) for name in names]
 
 
 def _register_last(param: torch.Tensor, hook: GradHook) -> RemovableHandle:
