@@ -280,6 +280,19 @@ class TestWhatAHookLeaves:
         assert seen == dtypes
         assert main_grads(ddp.module) == {"a": 15.0, "b": 2.0}  # (1 * 3 + 2) * 3
 
+    def test_what_it_leaves_is_added_to_float32_sums_of_16_bit_buckets(self):
+        """256 + 1 in bfloat16 is 256."""
+        switches = {"grad_reduce_in_fp32": False, "param_name_patterns_for_fp32_local_accumulation": ("a",)}
+        ddp = one_rank(Weights("ab", dtype=torch.bfloat16), **switches)
+        ddp.module.a.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", param.grad + 1))
+
+        with ddp.no_sync():
+            ddp(a=255.0, b=256.0).backward()
+            ddp(a=1.0, b=1.0).backward()
+        ddp(a=1.0, b=1.0).backward()
+
+        assert main_grads(ddp.module) == {"a": 260.0, "b": 256.0}
+
     def test_a_gradient_that_it_sets_to_none_is_a_missing_one(self):
         ddp = one_rank(Weights("ab"))
         handle = ddp.module.a.register_post_accumulate_grad_hook(clear)
