@@ -148,8 +148,8 @@ class GradSlot:
         """
         if self.settle is not None:
             self.settle(self.param)
-        hooks = self.param._post_accumulate_grad_hooks
-        has_other_hooks = hooks is not None and len(hooks) > 1  # which expect the gradient in param.grad
+        # Other hooks expect a real gradient.
+        has_other_hooks = len(self.param._post_accumulate_grad_hooks or ()) > 1 or bool(self.param._backward_hooks)
         if has_other_hooks and self.state is _KERNEL and not self.param.grad_added_to_main_grad:  # type: ignore[attr-defined]
             self.show()
         is_free = not has_other_hooks and self.param.grad is None and self.state is not _STAGED

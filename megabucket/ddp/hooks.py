@@ -136,10 +136,12 @@ class _PostHooks(OrderedDict[int, Any]):
         earlier: the dict that this one replaces. Its hooks are called from there, because their handles remove them there.
     """
 
-    last: int | None = None
+    __slots__ = ("last",)
 
     def __init__(self, earlier: dict[int, Any] | None) -> None:
         super().__init__()
+        self.last: int | None = None
+        """Id of the wrapper's hook."""
         if not earlier:
             return
 

@@ -351,6 +351,21 @@ class TestWhatAHookLeaves:
         assert seen == [2.0]
         assert weight.grad.eq(5.0).all()  # (1 + 1) * 2 + 1
 
+    def test_a_hook_of_the_tensor_changes_the_gradient_of_a_fused_layer(self):
+        ddp, seen = one_rank(Linear(3, 3, bias=False)), []
+        weight, x = ddp.module.weight, torch.ones(1, 3)
+        learned(ddp, x)
+
+        handle = weight.register_hook(lambda grad: grad * 2)
+        torch.autograd.graph.register_multi_grad_hook([weight], lambda found: seen.append(found[0][0, 0].item()))
+        with ddp.no_sync():
+            ddp(x).sum().backward()
+        handle.remove()
+        ddp(x).sum().backward()
+
+        assert seen == [2.0, 1.0]
+        assert weight.grad.eq(3.0).all()
+
 
 class TestOrderAndRemoval:
     def hooked(self, order, **switches):
