@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 GradHook = Callable[[torch.Tensor], None]
 
+_EARLIER: Final = -1  # ids that no handle of a hook has
+_NONE: Final = -2
+
 
 def register_hooks(
     module: torch.nn.Module, groups: Sequence[_ParamAndGradBucketGroup], sync: GradSync, on_load: Callable[[], None]
@@ -120,7 +123,7 @@ def _register_last(param: torch.Tensor, hook: GradHook) -> RemovableHandle:
     hooks: Any = param._post_accumulate_grad_hooks
     if not isinstance(hooks, _PostHooks):
         hooks = param._post_accumulate_grad_hooks = _PostHooks(hooks)
-    handle = param.register_post_accumulate_grad_hook(hook)
+    handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)
     hooks.last = handle.id
     return handle
 
@@ -138,9 +141,9 @@ class _PostHooks(OrderedDict[int, Any]):
 
     __slots__ = ("last",)
 
-    def __init__(self, earlier: dict[int, Any] | None) -> None:
+    def __init__(self, earlier: dict[int, Any] | None = None) -> None:
         super().__init__()
-        self.last: int | None = None
+        self.last = _NONE
         """Id of the wrapper's hook."""
         if not earlier:
             return
@@ -161,8 +164,10 @@ class _PostHooks(OrderedDict[int, Any]):
         if self.last in self and key != self.last:
             super().__setitem__(self.last, self.pop(self.last))
 
-
-_EARLIER: Final = -1  # no handle has this id
+    def __reduce__(self) -> Any:
+        """Copy and pickle the hooks of others only: handles refer to this dict, and modules may hold handles."""
+        others = [(key, hook) for key, hook in self.items() if key not in (self.last, _EARLIER)]
+        return OrderedDict, (others,)
 
 
 def check_finish(params: Mapping[str, torch.Tensor], policy: StepPolicy, ranks: RankGroups) -> None:

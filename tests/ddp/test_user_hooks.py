@@ -2,8 +2,9 @@
 
 import copy
 import gc
-import itertools
+import pickle
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -441,6 +442,21 @@ class TestOrderAndRemoval:
         assert grads(copied) == {"a": 1.0, "b": 1.0, "c": 1.0}
         assert grads(ddp.module) == {"a": None, "b": None, "c": None}
 
+    def test_a_handle_is_copied_and_pickled_as_without_the_wrapper(self):
+        """Modules that hold one as an attribute are."""
+        ddp, early = self.hooked([])
+        late = ddp.module.b.register_post_accumulate_grad_hook(double)
+        ddp.module.handle = late
+
+        copied = copy.deepcopy(ddp.module)
+        unpickled = pickle.loads(pickle.dumps(late))  # noqa: S301
+        for handle in (copied.handle, unpickled, copy.deepcopy(early)):
+            handle.remove()
+        ddp(a=1.0, b=1.0, c=1.0).backward()
+
+        assert unpickled.id == late.id
+        assert main_grads(ddp.module)["b"] == 2.0  # a handle of a copy removes nothing
+
     def test_wrapper_and_module_are_collected_although_there_are_hooks(self):
         ddp, handle = self.hooked([])
         ddp.module.a.register_post_accumulate_grad_hook(double)
@@ -466,9 +482,14 @@ class TestFailures:
         def train(rank, ddp):
             learned(ddp, a=1.0, b=1.0, c=1.0)
             handle = ddp.module.b.register_post_accumulate_grad_hook(boom if rank == 1 else double)
-            with pytest.raises(MegabucketError) as caught, ddp.step():
-                ddp(a=1.0, b=1.0, c=1.0).backward()
-                ddp.finish_grad_sync()
+
+            def step():
+                with ddp.step():
+                    ddp(a=1.0, b=1.0, c=1.0).backward()
+                    ddp.finish_grad_sync()
+
+            with pytest.raises(MegabucketError) as caught:
+                step()
             ddp.zero_grad()
             handle.remove()
             ddp(a=1.0, b=1.0, c=1.0).backward()
@@ -497,12 +518,10 @@ class TestFailures:
         if when == "after":
             register(ddp.module)
 
-        with pytest.raises(UnreducedGradientsError, match="a hook .* must not step"):
-            if in_no_sync:
-                with ddp.no_sync():
-                    ddp(a=1.0, b=1.0).backward()
-            else:
-                ddp(a=1.0, b=1.0).backward()
+        with ddp.no_sync() if in_no_sync else nullcontext():
+            loss = ddp(a=1.0, b=1.0)
+            with pytest.raises(UnreducedGradientsError, match=r"by a hook .* must not step"):
+                loss.backward()
 
         assert ddp.module.a.eq(1.0).all()
         assert ddp.module.b.eq(1.0).all()

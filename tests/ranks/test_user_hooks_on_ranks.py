@@ -40,7 +40,9 @@ def make_model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(400, 400), torch.nn.Tanh(), torch.nn.Linear(400, 4))
 
 
-def train(rank: Rank, model: torch.nn.Module, wrapped: Any, optimizer: Any, kind: str) -> tuple[list[torch.Tensor], list[float]]:
+def train(
+    rank: Rank, model: torch.nn.Module, wrapped: Any, optimizer: Any, kind: str
+) -> tuple[list[torch.Tensor], list[float]]:
     """Return the weights, and the norms that the hooks have seen."""
     norms: list[float] = []
 
