@@ -1,8 +1,8 @@
 """Places in a step and what can happen there: wires that are tripped once, and actions.
 
 A place is a word: ``forward``, ``backward-k`` (in backward, before bucket k is complete), ``hook-k`` (a hook on a gradient of
-bucket k; ``posthook-k``: a post-accumulate hook), ``between`` (after backward, before the optimizer), ``optimizer`` (inside its step, before anything is updated),
-``fence`` and ``gather`` (when megabucket launches that collective).
+bucket k), ``posthook-k`` (a post-accumulate hook there), ``between`` (after backward, before the optimizer), ``optimizer``
+(inside its step, before anything is updated), ``fence`` and ``gather`` (when megabucket launches that collective).
 """
 
 from __future__ import annotations
