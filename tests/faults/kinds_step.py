@@ -206,6 +206,7 @@ def _user_hook(cell: Cell) -> Fault:
     expect, config = RIGHT, {}
     if what == "nan":
         expect = named("NonFiniteGradientError", fields={"rank": cell.culprit, "param": param, "bucket": 1}, texts=("nan",))
+        config = {"nonfinite_gradients": "error"}
     elif what == "none":
         config = {"unused_parameters": policy[0]}
         if policy == ["error"]:
