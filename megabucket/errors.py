@@ -434,8 +434,14 @@ class ConcurrentBackwardError(PhaseError):
 class UnreducedGradientsError(PhaseError):
     """The optimizer was called to step while gradients are still local."""
 
-    def __init__(self, *, rank: int) -> None:
+    def __init__(self, *, rank: int, in_backward: bool = False) -> None:
         self.rank = rank
+        if in_backward:
+            super().__init__(
+                "step() was called during backward, by a hook that steps as soon as a gradient has come. Gradients are reduced "
+                "later: a hook must not step, because each rank would update with its own gradient. Call step() after backward."
+            )
+            return
         super().__init__(
             "step() was called, but the gradients are not reduced: since the last step or zero_grad(), no backward has run "
             "outside no_sync(), or finish_grad_sync() was not called where the config leaves that to the caller "
@@ -461,7 +467,8 @@ class UnusedParameterError(MegabucketError, RuntimeError):
         where = "on any rank" if len(self.ranks) == num_ranks else f"on {rank_list(self.ranks)} of {num_ranks} ranks"
         super().__init__(
             f"step {step}: {name_list(self.params)} got no gradient {where} (first in bucket {bucket} of {num_buckets}, "
-            f"counted from 0). They require grad but no backward of the step reached them. Freeze them with "
+            f"counted from 0). They require grad but no backward of the step reached them, or their .grad was set to None (by "
+            "a hook, or between two backwards). Freeze them with "
             "requires_grad_(False) before wrapping, use them, or set unused_parameters='zero' to reduce zeros in their place. "
             f"{_DROPPED}"
         )

@@ -357,7 +357,7 @@ class _ParamAndGradBucketGroup:
 
         On a device that code may run on another stream than the previous writer.
         """
-        if any(staged is param for staged in self.staging):
+        if self.staging and any(staged is param for staged in self.staging):
             self._store_staged()
         if self.streams is not None:
             self.streams.order(id(param))
@@ -543,6 +543,13 @@ class _ParamAndGradBucketGroup:
             is_sent = self.grad_phase is GradPhase.IN_FLIGHT
             for slot in self.slots:
                 slot.withhold(is_sent=is_sent)
+
+    def show_withheld(self) -> None:
+        """Show withheld gradients that were not sent, for other hooks of the backward that begins."""
+        if self.policy.withheld_because and self.grad_phase is GradPhase.ACCUMULATING and not self._has_no_other_hooks():
+            for slot in self.slots:
+                if slot.param.grad is slot.withheld:
+                    slot.show()
 
     def withdraw_grads(self) -> None:
         """Show no gradients, instead of ``publish``: no optimizer steps on them."""

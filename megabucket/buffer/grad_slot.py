@@ -147,12 +147,16 @@ class GradSlot:
     def prepare_kernel(self) -> float | None:
         """Return the factor by which a kernel must multiply ``main_grad`` before it adds a gradient: 0 overwrites, 1 adds.
 
-        ``None`` if it must not write, because a collective owns the view, or autograd has accumulated in this step. Then this
-        gradient, and all later ones of this backward, go through autograd.
+        ``None`` if it must not write, because a collective owns the view, autograd has accumulated in this step, or other code
+        has hooks on the parameter. Then this gradient, and all later ones of this backward, go through autograd.
         """
         if self.settle is not None:
             self.settle(self.param)
-        is_free = self.param.grad is None and self.state is not _STAGED
+        # Other hooks expect a real gradient.
+        has_other_hooks = len(self.param._post_accumulate_grad_hooks or ()) > 1 or bool(self.param._backward_hooks)
+        if has_other_hooks and self.state is _KERNEL and not self.param.grad_added_to_main_grad:  # type: ignore[attr-defined]
+            self.show()
+        is_free = not has_other_hooks and self.param.grad is None and self.state is not _STAGED
         backward = torch._C._current_graph_task_id()
         if backward == self._plain_backward >= 0 or not is_free or not (self.accumulates is None or self.accumulates()):
             self._plain_backward = backward

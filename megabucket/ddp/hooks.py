@@ -13,8 +13,9 @@ import dataclasses
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 GradHook = Callable[[torch.Tensor], None]
 
+_EARLIER: Final = -1  # ids that no handle of a hook has
+_NONE: Final = -2
+
 
 def register_hooks(
     module: torch.nn.Module, groups: Sequence[_ParamAndGradBucketGroup], sync: GradSync, on_load: Callable[[], None]
@@ -43,7 +47,7 @@ def register_hooks(
         on_load: called after a ``load_state_dict`` of the module or of any submodule.
     """
     handles: list[RemovableHandle] = [
-        param.register_post_accumulate_grad_hook(hook)
+        _register_last(param, hook)
         for group in groups
         for param, hook in zip(group.params, grad_hooks(sync, group), strict=True)
     ]
@@ -78,7 +82,11 @@ def grad_hooks(sync: GradSync, group: _ParamAndGradBucketGroup) -> list[GradHook
                 "a parameter received a gradient, but the DistributedDataParallel wrapper that should reduce it is gone. "
                 "Keep the wrapper or the wrapped module alive, or call detach() on the wrapper before dropping it."
             )
-        sync.receive(index, position_of[id(param)])
+        try:
+            position = position_of[id(param)]
+        except KeyError:
+            return  # the result of another hook, which autograd passes on and refuses afterwards
+        sync.receive(index, position)
 
     stage = group.staging.make_hook(receive)
 
@@ -97,6 +105,69 @@ def grad_hooks(sync: GradSync, group: _ParamAndGradBucketGroup) -> list[GradHook
     for position in group.delayed:
         hooks[position] = drop_dummy
     return hooks
+
+
+def backward_hooks_of(module: torch.nn.Module) -> list[Sized]:
+    """Return the dicts that hold the backward hooks of a module, its submodules, and all modules of the process."""
+    found: list[Sized] = [hooks for part in module.modules() for hooks in (part._backward_hooks, part._backward_pre_hooks)]
+    # Of ``register_module_full_backward_hook``. Without these names its hooks would find staged gradients missing.
+    names = ("_global_backward_hooks", "_global_backward_pre_hooks")
+    return found + [getattr(torch.nn.modules.module, name, ()) for name in names]
+
+
+def _register_last(param: torch.Tensor, hook: GradHook) -> RemovableHandle:
+    """Register a post-accumulate hook that runs after all others, also after those that are registered later.
+
+    So the others see the gradient in ``param.grad``, and the hook finds what they leave there.
+    """
+    hooks: Any = param._post_accumulate_grad_hooks
+    if not isinstance(hooks, _PostHooks):
+        hooks = param._post_accumulate_grad_hooks = _PostHooks(hooks)
+    handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)
+    hooks.last = handle.id
+    return handle
+
+
+class _PostHooks(OrderedDict[int, Any]):
+    """The post-accumulate hooks of one parameter, by the id of their handles. The one of the wrapper stays last.
+
+    Relies on this of torch: ``register_post_accumulate_grad_hook`` adds to the dict that it finds in
+    ``param._post_accumulate_grad_hooks``, and autograd calls a copy of its values, in order. If that changed, hooks would run
+    in the order of their registration.
+
+    Args:
+        earlier: the dict that this one replaces. Its hooks are called from there, because their handles remove them there.
+    """
+
+    __slots__ = ("last",)
+
+    def __init__(self, earlier: dict[int, Any] | None = None) -> None:
+        super().__init__()
+        self.last = _NONE
+        """Id of the wrapper's hook."""
+        if not earlier:
+            return
+
+        def call_earlier(param: torch.Tensor) -> Any:
+            for hook in tuple(earlier.values()):
+                if (result := hook(param)) is not None:
+                    return result  # torch refuses it
+            if not earlier:
+                param._post_accumulate_grad_hooks.pop(_EARLIER, None)  # all were removed
+            return None
+
+        self[_EARLIER] = call_earlier
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        """Add a hook before that of the wrapper."""
+        super().__setitem__(key, hook)
+        if self.last in self and key != self.last:
+            super().__setitem__(self.last, self.pop(self.last))
+
+    def __reduce__(self) -> Any:
+        """Copy and pickle the hooks of others only: handles refer to this dict, and modules may hold handles."""
+        others = [(key, hook) for key, hook in self.items() if key not in (self.last, _EARLIER)]
+        return OrderedDict, (others,)
 
 
 def check_finish(params: Mapping[str, torch.Tensor], policy: StepPolicy, ranks: RankGroups) -> None:

@@ -290,6 +290,9 @@ class GradSync:
         self._is_taking = self._has_reached_outputs = False
         self.dropped = None
         self._backward.open(self)
+        if self.state is StepState.LAUNCHING:  # the last microbatch runs several backwards
+            for group in self.groups:
+                group.show_withheld()
 
     def receive(self, index: int, position: int) -> None:
         """Take the gradient of one parameter. O(1), except for the first of each group in a backward.
@@ -996,7 +999,8 @@ class GradSync:
         if self.state is StepState.LAUNCHING and self.policy.finishes_with_backward and self.policy.unused_is_zero:
             self.finish()  # a backward had no gradient, and the other ranks wait for zeros
         elif self.state is StepState.LAUNCHING or (has_grads and (self.state is not StepState.AGREED or is_stale)):
-            error = UnreducedGradientsError(rank=self._communicator.rank)
+            in_backward = self._backward.running is not None
+            error = UnreducedGradientsError(rank=self._communicator.rank, in_backward=in_backward)
             self.refuse_update(error)
             raise error
         self._communicator.progress.enter(self.step, "optimizer")

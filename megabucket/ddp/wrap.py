@@ -34,7 +34,7 @@ from megabucket.ddp.groups import (
     identify,
 )
 from megabucket.ddp.guards import ModelWatch, PlainOptimizerGuard, moved_params
-from megabucket.ddp.hooks import check_finish, refuse_in_backward, register_hooks
+from megabucket.ddp.hooks import backward_hooks_of, check_finish, refuse_in_backward, register_hooks
 from megabucket.ddp.param_gather import ParamGather
 from megabucket.ddp.step import GradSync
 from megabucket.errors import (
@@ -313,9 +313,7 @@ class Wrapping:
         self.buffers, self.groups = _attach(self.layout, params, config, ranks)
         self._is_attached = True
         watch = ModelWatch(module, params, self.groups) if self.policy.watches_model else None
-        modules = list(module.modules())
-        backward_hooks = [hooks for part in modules for hooks in (part._backward_hooks, part._backward_pre_hooks)]
-        self.sync = GradSync(self.groups, self.policy, watch, backward_hooks=backward_hooks, ranks=ranks)
+        self.sync = GradSync(self.groups, self.policy, watch, backward_hooks=backward_hooks_of(module), ranks=ranks)
         self.gather = ParamGather(self.groups, module, overlaps=self.policy.overlaps_params)
         self._guard = PlainOptimizerGuard(params, self.sync, rank=ranks.step.rank)
         handles, self.call_compiled = register_hooks(module, self.groups, self.sync, on_load)

@@ -111,6 +111,40 @@ def run_step(ddp, step, rank, *, num_microbatches, waits):
             layer.compute(ddp)
 
 
+@pytest.mark.parametrize("dummy", [None, "flagged"])
+@pytest.mark.parametrize("fields", MODES)
+def test_a_hook_that_halves_other_gradients_leaves_delayed_ones_alone(fields, dummy):
+    """Registered after wrapping. On delayed parameters it sees, in backward, a dummy or None."""
+    world = LoopbackWorld(NUM_RANKS, timeout_s=20)
+    plain, delayed = models(dummy=dummy)
+
+    def halve(param):
+        if param.grad is not None:
+            param.grad.mul_(0.5)
+
+    def program(rank):
+        ddp = wrapped(delayed[rank], world, rank, fields)
+        for param in ddp.parameters():
+            param.register_post_accumulate_grad_hook(halve)
+        optimizer = DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1), ddp)
+        for step in range(3):
+            run_step(ddp, step, rank, num_microbatches=1, waits=True)
+            ddp.finish_grad_sync()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: param.detach().clone() for name, param in ddp.module.named_parameters()}
+
+    results = world.run(program)
+    for name, param in plain.named_parameters():
+        if not name.startswith(("1.", "2.")):
+            param.register_post_accumulate_grad_hook(halve)
+    expected = expected_weights(plain, num_steps=3, microbatches=lambda _: 1)
+
+    for weights in results:
+        for name, param in expected.items():
+            assert torch.allclose(weights[name], param, atol=1e-6), name
+
+
 @pytest.mark.parametrize("waits", [False, True], ids=["each-microbatch", "all-at-the-end"])
 @pytest.mark.parametrize(
     ("dummy", "leaves_in"), [(None, "grad"), ("flagged", "grad"), (None, "main_grad"), ("flagged", "main_grad")]

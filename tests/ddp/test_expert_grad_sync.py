@@ -103,6 +103,31 @@ def test_an_expert_that_saw_the_tokens_of_ep_x_etp_ranks_ends_with_the_gradient_
 
 @pytest.mark.parametrize("is_sharded", BOTH)
 @pytest.mark.parametrize("overlaps", BOTH)
+def test_what_a_hook_of_an_expert_leaves_is_summed(overlaps, is_sharded):
+    """The hook is registered after wrapping, on rank 3 only: 1 + 1 of ranks 1 and 3 becomes 1 + 5."""
+    grid = Grid(1, 4, ep=2)
+
+    def times_five(param):
+        param.grad = param.grad * 5
+
+    def program(rank):
+        ddp = wrap(grid, rank, grad_reduction="sum", overlap_grad_reduce=overlaps, use_distributed_optimizer=is_sharded)
+        if rank == 3:
+            for param in ddp.module.experts.parameters():
+                param.register_post_accumulate_grad_hook(times_five)
+        for _ in range(2):  # buckets of the second step are launched as they become ready
+            ddp.zero_grad()
+            ddp.module.give(1.0, 1.0)
+            ddp.finish_grad_sync()
+        return reduced(ddp)
+
+    results = grid.run(program)
+
+    assert results == [{"dense": {4.0}, "expert": {6.0 if rank % 2 else 2.0}} for rank in range(4)]
+
+
+@pytest.mark.parametrize("is_sharded", BOTH)
+@pytest.mark.parametrize("overlaps", BOTH)
 @pytest.mark.parametrize(("tp", "etp"), [(2, 1), (1, 2)])
 def test_the_gradient_of_an_expert_is_summed_over_its_own_ranks(tp, etp, overlaps, is_sharded):
     """2 ** rank: every set of ranks has a sum of its own."""

@@ -196,6 +196,25 @@ def _nonfinite(cell: Cell) -> Fault:
     )
 
 
+def _user_hook(cell: Cell) -> Fault:
+    """Register a post-accumulate hook after wrapping, on one rank or on all, which changes or removes a gradient, or raises."""
+    who, what, *policy = cell.place.split("-")
+    if what == "raises":
+        expect = named("PeerFailedError", fields={"rank": cell.culprit}, own_error=("FaultError",))
+        return Fault(expect, arm=lambda here: install(here, "posthook-1", boom) if here.is_culprit else None)
+    param = f"layers.{layer_of_bucket(1)}.weight"
+    expect, config = RIGHT, {}
+    if what == "nan":
+        expect = named("NonFiniteGradientError", fields={"rank": cell.culprit, "param": param, "bucket": 1}, texts=("nan",))
+        config = {"nonfinite_gradients": "error"}
+    elif what == "none":
+        config = {"unused_parameters": policy[0]}
+        if policy == ["error"]:
+            expect = named("UnusedParameterError", fields={"ranks": (cell.culprit,), "params": (param,)}, texts=("by a hook",))
+    edit = Edit(param, what, is_accumulated=True)
+    return Fault(expect, edit=lambda acts: changed(acts, Do.BACKWARD, edits=(edit,)), on_all=who == "all", config=config)
+
+
 def _scaled(cell: Cell) -> Fault:
     """Step through a loss scaler: with a gradient of one rank that is infinite, or with another scale there."""
     overflows = cell.place == "overflow"
@@ -430,6 +449,14 @@ STEP_KINDS = (
         _nonfinite,
         places=("bucket-0-error", "bucket-3-error", "bucket-1-skip_step"),
         not_in_torch=_NO_POLICY,
+    ),
+    Kind(
+        "user-hook",
+        "What the hook leaves counts, and is checked; if it raises, all ranks raise one error.",
+        _user_hook,
+        places=("one-doubled", "all-doubled", "one-nan", "one-none-error", "one-none-zero", "one-raises"),
+        combos=PAIRS,
+        not_in_torch={"-error": "torch DDP has no policy for missing gradients"},
     ),
     Kind(
         "inf",

@@ -17,7 +17,7 @@ import torch
 
 from megabucket.errors import MegabucketError
 
-from .acts import ALL_LAYERS, Act, Acts, Do
+from .acts import ALL_LAYERS, Act, Acts, Do, Edit
 from .cells import HEALTHY_STEPS, STEPS_AFTER, Cell, Combo, Expectation, Fault, FaultError, Here, Outcome, Recovery
 from .model import loss_of, make_batch
 from .oracle import Oracle, edited, first_difference
@@ -268,7 +268,10 @@ class Player:
         with ExitStack() as stack:
             for edit in act.edits:
                 param = self._here.model.get_parameter(edit.param)
-                handle = param.register_hook(lambda grad, edit=edit: edited(grad, edit))
+                if edit.is_accumulated:
+                    handle = param.register_post_accumulate_grad_hook(lambda param, edit=edit: _edit_accumulated(param, edit))
+                else:
+                    handle = param.register_hook(lambda grad, edit=edit: edited(grad, edit))
                 stack.callback(handle.remove)
             try:
                 with self._no_sync(act.depth):
@@ -365,3 +368,8 @@ def describe(error: BaseException | None) -> dict[str, Any] | None:
         return None
     fields = dict(vars(error)) if isinstance(error, MegabucketError) else {}
     return {"class": type(error).__name__, "text": str(error), "fields": fields}
+
+
+def _edit_accumulated(param: torch.Tensor, edit: Edit) -> None:
+    assert param.grad is not None
+    param.grad = None if edit.what == "none" else edited(param.grad, edit)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from .cells import Cell, Combo, Mode, Outcome, Recovery
+from .cells import Cell, Combo, Mode, Recovery
 from .judge import Name, Run, judge
 from .kinds import KINDS, fault_of
 from .loopback import run_in_threads
@@ -68,10 +68,10 @@ def candidates(combo: Combo, seed: int = 0) -> Iterator[Cell]:
 def _fits(cell: Cell, config: dict[str, Any]) -> bool:
     """Whether training goes on after a fault, and the world has the config that the fault is about."""
     fault = fault_of(cell)
-    expect, kind = fault.expect, cell.kind
+    expect = fault.expect
     goes_on = all(one.recovery is not Recovery.OVER and not one.at_wrap for one in expect.alternatives())
     # What is unused, or not finite, is an error here or not by the config.
-    if kind in ("nan", "inf") and expect.outcome is Outcome.NAMED and config["bucket_groups"] == "single":
+    if "bucket" in expect.fields and config["bucket_groups"] == "single":
         return False  # the bucket's number is another one
     return goes_on and all(config.get(name, value) == value for name, value in fault.config.items())
 

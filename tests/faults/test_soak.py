@@ -48,8 +48,8 @@ def test_a_soak_finds_a_gradient_that_is_lost(monkeypatch):
 
     monkeypatch.setattr(GradSync, "_note_late", forgets_the_sum)
 
-    result = run_soak(20_000, 5, max_failures=1)
+    result = run_soak(20_000, 5, max_failures=4)
 
-    (failure,) = result.failures
-    assert "silent" in failure
-    assert result.total(Name.SILENT) == 1
+    assert len(result.failures) == 4
+    assert any("silent" in failure for failure in result.failures)
+    assert result.total(Name.SILENT) >= 1

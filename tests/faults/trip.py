@@ -1,8 +1,8 @@
 """Places in a step and what can happen there: wires that are tripped once, and actions.
 
 A place is a word: ``forward``, ``backward-k`` (in backward, before bucket k is complete), ``hook-k`` (a hook on a gradient of
-bucket k), ``between`` (after backward, before the optimizer), ``optimizer`` (inside its step, before anything is updated),
-``fence`` and ``gather`` (when megabucket launches that collective).
+bucket k), ``posthook-k`` (a post-accumulate hook there), ``between`` (after backward, before the optimizer), ``optimizer``
+(inside its step, before anything is updated), ``fence`` and ``gather`` (when megabucket launches that collective).
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def install(here: Here, place: str, action: Action) -> None:
         _hold(here, here.model.layers[_FORWARD_LAYER].register_forward_pre_hook(lambda *_: trip()))
     else:
         name = f"layers.{layer_of_bucket(int(bucket))}"
-        if kind == "hook":
+        if kind == "posthook":
+            _hold(here, here.model.get_parameter(f"{name}.weight").register_post_accumulate_grad_hook(lambda _: trip()))
+        elif kind == "hook":
             _hold(here, here.model.get_parameter(f"{name}.weight").register_hook(lambda _: trip()))
         else:
             _hold(here, here.model.get_submodule(name).register_forward_hook(lambda _, __, out: _tripping(out, trip)))
