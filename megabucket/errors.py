@@ -11,6 +11,7 @@ values, why it matters, and what to do. All errors pickle, so they cross process
     ├── UnsupportedParameterError (ValueError) a parameter the buffers cannot hold
     ├── NoTrainableParametersError (ValueError)
     ├── AlreadyWrappedError (ValueError)       a parameter that another wrapper holds
+    ├── ForeignWrapperError (ValueError)       a wrapper of another library inside or around the module
     ├── OptimizerParametersError (ValueError)  optimizer and wrapper disagree about the parameters
     ├── ProcessGroupMissingError (RuntimeError)
     ├── RanksDisagreeError (RuntimeError)      the ranks are not doing the same
@@ -198,8 +199,20 @@ class AlreadyWrappedError(MegabucketError, ValueError):
     def __init__(self, *, params: Sequence[str]) -> None:
         self.params = tuple(params)
         super().__init__(
-            f"{name_list(self.params)} already belong to another DistributedDataParallel wrapper. Two of them would move the "
-            "same storage and reduce the same gradients twice. Call detach() on the first one before wrapping again."
+            f"{name_list(self.params)} already belong to another DistributedDataParallel wrapper (they have a main_grad). Two of "
+            "them would move the same storage and reduce the same gradients twice. Wrap each parameter once: call detach() on "
+            "the first wrapper before wrapping again; if it is Megatron-Core's, build the model anew without it."
+        )
+
+
+class ForeignWrapperError(MegabucketError, ValueError):
+    """A data-parallel wrapper of another library, inside or around the module, would own the same gradients."""
+
+    def __init__(self, *, owner: str, where: str, params: Sequence[str], remedy: str) -> None:
+        self.owner, self.where, self.params = owner, where, tuple(params)
+        super().__init__(
+            f"{owner}, {where}, owns the gradients of {name_list(self.params)} as well. Each of the two would reduce gradients "
+            f"that the other one has reduced, or still has to, and weights would be wrong without any other error. {remedy}"
         )
 
 

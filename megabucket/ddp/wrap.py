@@ -35,6 +35,7 @@ from megabucket.ddp.groups import (
 )
 from megabucket.ddp.guards import ModelWatch, PlainOptimizerGuard, moved_params
 from megabucket.ddp.hooks import check_finish, register_hooks
+from megabucket.ddp.owners import OwnerGuard, find_owner
 from megabucket.ddp.param_gather import ParamGather
 from megabucket.ddp.step import GradSync
 from megabucket.errors import (
@@ -82,13 +83,15 @@ def discover_params(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     Raises:
         NoTrainableParametersError: nothing requires a gradient.
         UnsupportedParameterError: a trainable parameter cannot live in a buffer.
-        AlreadyWrappedError: another wrapper holds some of the parameters.
+        AlreadyWrappedError: another wrapper, perhaps of another library, holds some of the parameters.
     """
     params = dict(module.named_parameters())
     trainable = {name: param for name, param in params.items() if param.requires_grad}
     if not trainable:
         raise NoTrainableParametersError(module=type(module).__name__, frozen=list(params))
 
+    if (error := find_owner(module, trainable)) is not None:
+        raise error
     wrapped = [name for name, param in trainable.items() if getattr(param, "main_grad", None) is not None]
     if wrapped:
         raise AlreadyWrappedError(params=wrapped)
@@ -137,6 +140,12 @@ def _obstacles(param: torch.nn.Parameter, first: torch.nn.Parameter, first_name:
             "each part a plain parameter (.to_local()), and let groups=ParallelGroups(..., identity=...) say where it belongs."
         )
         yield "it is a DTensor, which torch cuts and reduces itself", remedy
+    if getattr(param, "_st_info", None) is not None:  # torch's mark
+        remedy = (
+            "Leave out torch DDP's device_mesh= and _pre_dp_module_transform(): make each part a plain parameter (.to_local()), "
+            "and let groups=ParallelGroups(..., identity=...) say where it belongs."
+        )
+        yield "torch's _pre_dp_module_transform() puts a DTensor in its place in each forward", remedy
     if type(param.data) is not torch.Tensor:
         remedy = "Wrap the module before sharding or quantizing it, or freeze the parameter."
         yield f"it is a {kind}, not a plain tensor", remedy
@@ -318,7 +327,9 @@ class Wrapping:
         self.sync = GradSync(self.groups, self.policy, watch, backward_hooks=backward_hooks, ranks=ranks)
         self.gather = ParamGather(self.groups, module, overlaps=self.policy.overlaps_params)
         self._guard = PlainOptimizerGuard(params, self.sync, rank=ranks.step.rank)
-        handles, self.call_compiled = register_hooks(module, self.groups, self.sync, on_load)
+        self._owners = OwnerGuard(module, params)
+        self._owners.watch()
+        handles, self.call_compiled = register_hooks(module, self.groups, self.sync, self._owners, on_load=on_load)
         self._handles = [*self.gather.handles, *handles]
 
     def check_is_wrapped(self, module: torch.nn.Module) -> None:
@@ -357,6 +368,7 @@ class Wrapping:
             for handle in self._handles:
                 handle.remove()
             self._guard.remove()
+            self._owners.remove()
             for group in self.groups:
                 group.show_params()
             for buffer in self.buffers:
