@@ -385,8 +385,9 @@ class Detached:
     def __init__(
         self,
         text: str = (
-            "this wrapper was detached: the module is a plain one again, and nothing would be reduced. Call the module itself, "
-            "or wrap it anew with DistributedDataParallel(module, ...)."
+            "this wrapper was detached: the module is a plain one again, and nothing would be reduced. Wrap it anew with "
+            "DistributedDataParallel(module, ...) and make the optimizer anew; or, without reductions, call the module itself "
+            "and make a torch optimizer of its parameters."
         ),
     ) -> None:
         self._text = text
@@ -486,7 +487,7 @@ def _agree_on_model(
     Raises:
         LayoutMismatchError: module, config or versions differ.
         LayoutError: ``identity=`` lets two ranks hold the same part of the whole model.
-        ConfigError: ``group_of=`` leaves a group without parameters on all ranks.
+        ConfigError: a group has no parameter on any rank.
         PeerFailedError: some rank cannot wrap its module.
         MegabucketError: what ``discover_params``, ``identify`` and ``build_layout`` raise, where all ranks raise it alike.
     """
@@ -511,11 +512,11 @@ def _agree_on_model(
 def _compare_identities(
     module: torch.nn.Module, identities: Mapping[str, ParamIdentity], ranks: RankGroups, groups: ParallelGroups
 ) -> None:
-    """Compare what ``identity=`` and ``group_of=`` say on all ranks, of which each may hold another part of the model.
+    """Compare identities and groups of parameters on all ranks, of which each may hold another part of the model.
 
     Raises:
         LayoutError: the results of ``identity=`` contradict each other. Without a result a parameter may have a local name.
-        ConfigError: a group that parameters are assigned to by ``group_of=`` has none on any rank.
+        ConfigError: a group has no parameter on any rank.
     """
     given = [(name, param) for name, param in module.named_parameters() if groups.identity and groups.identity(name, param)]
     claims = []
