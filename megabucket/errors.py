@@ -199,9 +199,9 @@ class AlreadyWrappedError(MegabucketError, ValueError):
     def __init__(self, *, params: Sequence[str]) -> None:
         self.params = tuple(params)
         super().__init__(
-            f"{name_list(self.params)} already belong to another DistributedDataParallel wrapper (they have a main_grad). Two of "
-            "them would move the same storage and reduce the same gradients twice. Wrap each parameter once: call detach() on "
-            "the first wrapper before wrapping again; if it is Megatron-Core's, build the model anew without it."
+            f"{name_list(self.params)} already belong to another DistributedDataParallel wrapper: they have a main_grad. Two "
+            "of them would move the same storage and reduce the same gradients twice. Wrap each parameter once: call detach() "
+            "on the first wrapper before wrapping again; if it is Megatron-Core's, build the model anew without it."
         )
 
 

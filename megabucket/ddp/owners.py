@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
+from types import FrameType
 from typing import Final
 
 import torch
@@ -26,8 +27,8 @@ _WITHOUT_FSDP: Final = (
 )
 _REMEDIES: Final = {
     "torch.nn.parallel.distributed.DistributedDataParallel": (
-        f"{_UNWRAP} To reduce different parts of one model, give torch's the names of the other parts: it leaves out parameters "
-        "in the attribute _ddp_params_and_buffers_to_ignore of its module."
+        f"{_UNWRAP} To reduce different parts of one model, name the other parts to torch's: it leaves out the parameters in "
+        "the attribute _ddp_params_and_buffers_to_ignore of its module."
     ),
     "torch.nn.parallel.data_parallel.DataParallel": f"{_UNWRAP} One process per device replaces it.",
     "torch.distributed._composable.replicate.DDP": "Leave replicate() out: this wrapper takes its place.",
@@ -149,13 +150,13 @@ def _is_in_fsdp(part: torch.nn.Module) -> bool:
 
 
 def _callers() -> Iterator[torch.nn.Module]:
-    """Yield the modules whose methods are running in this thread, the innermost first."""
-    frame = sys._getframe(1)
+    """Yield the modules that are being called in this thread, the innermost first."""
+    # No other frames are looked into: before Python 3.13 that keeps their variables alive as long as they run.
+    call = torch.nn.Module.__call__.__code__
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_varnames[:1] == ("self",):
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, torch.nn.Module):
-                yield owner
+        if frame.f_code is call:
+            yield frame.f_locals["self"]
         frame = frame.f_back
 
 

@@ -134,18 +134,14 @@ def _obstacles(param: torch.nn.Parameter, first: torch.nn.Parameter, first_name:
     if param.is_nested or param.layout is not torch.strided:
         reason = "it is a nested tensor" if param.is_nested else f"it is sparse ({param.layout})"
         yield reason, "Use a dense parameter, or freeze it."
-    if (kind := type(param.data).__name__) == "DTensor":
+    is_localized = getattr(param, "_st_info", None) is not None  # torch's mark, between forwards
+    if (kind := type(param.data).__name__) == "DTensor" or is_localized:
         remedy = (
             "Leave out fully_shard(): use_distributed_optimizer=True takes its place. In place of parallelize_module() make "
             "each part a plain parameter (.to_local()), and let groups=ParallelGroups(..., identity=...) say where it belongs."
         )
-        yield "it is a DTensor, which torch cuts and reduces itself", remedy
-    if getattr(param, "_st_info", None) is not None:  # torch's mark
-        remedy = (
-            "Leave out torch DDP's device_mesh= and _pre_dp_module_transform(): make each part a plain parameter (.to_local()), "
-            "and let groups=ParallelGroups(..., identity=...) say where it belongs."
-        )
-        yield "torch's _pre_dp_module_transform() puts a DTensor in its place in each forward", remedy
+        when = " in each forward, by torch's _pre_dp_module_transform()" if is_localized else ""
+        yield f"it is a DTensor{when}, which torch cuts and reduces itself", remedy
     if type(param.data) is not torch.Tensor:
         remedy = "Wrap the module before sharding or quantizing it, or freeze the parameter."
         yield f"it is a {kind}, not a plain tensor", remedy

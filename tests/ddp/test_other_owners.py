@@ -1,6 +1,6 @@
 """Wrappers of libraries that are not installed, known by the names of their classes; and second wrappers of our own.
 
-Torch's own ones are in ``tests/ranks/test_other_owners_on_ranks.py``. The classes here take a module as those of the libraries do.
+Torch's own ones: ``tests/ranks/test_other_owners_on_ranks.py``. The classes here take a module as those of the libraries do.
 """
 
 import gc
@@ -97,11 +97,14 @@ def test_it_is_refused_around_ours_before_a_backward(kind, place, is_sharded):
     ddp = wrap(net(), use_distributed_optimizer=is_sharded)
     target = {"wrapper": ddp, "module": ddp.module, "part": ddp.module[2], "outer module": torch.nn.Sequential(ddp)}[place]
 
-    with pytest.raises(ForeignWrapperError) as caught:
+    def train():
         other = KINDS[kind](target)
         if place == "part":  # one that is called by the module is inside of it
             ddp.module[2] = other
         (ddp if place == "part" else other)(INPUTS)
+
+    with pytest.raises(ForeignWrapperError) as caught:
+        train()
 
     assert caught.value.owner == owner_of(kind)
     assert set(caught.value.params) >= {"2.weight", "2.bias"} or place == "part"

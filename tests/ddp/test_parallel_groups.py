@@ -25,6 +25,7 @@ from megabucket.errors import (
     UnusedParameterError,
 )
 from megabucket.layout import ParamIdentity
+from megabucket.layout.identity import plain_identity
 from megabucket.testing import LoopbackWorld
 
 EXPERT_RANKS = {0: [0, 2], 1: [1, 3]}
@@ -514,7 +515,7 @@ class Unmarked(Moe):
             id="patterns",
         ),
         pytest.param({"group_of": lambda name, _: "expert" if name.startswith("experts.") else None}, "", id="function"),
-        pytest.param({"identity": lambda name, param: ParamIdentity(name, tuple(param.shape), (0,) * param.dim())}, "", id="id"),
+        pytest.param({"identity": lambda name, param: plain_identity(name, tuple(param.shape))}, "", id="identity"),
         pytest.param({}, "", id="marks"),
         pytest.param(None, "", id="dict"),
     ],
@@ -533,8 +534,8 @@ def test_a_group_that_no_parameter_of_any_rank_is_in_is_refused_on_all_ranks_by_
     (text,) = {str(error) for error in errors}
     assert text == (
         f"no parameter of any rank is in the group 'expert'{said}, so what belongs there would be averaged over the ranks of "
-        "'dense'. Assign parameters to it by group_of={pattern: 'expert'}, by the group that identity= returns, or, for experts "
-        "of Megatron, by param.allreduce = False; or leave 'expert' out of the groups."
+        "'dense'. Assign parameters to it by group_of={pattern: 'expert'}, by the group that identity= returns, or, for "
+        "experts of Megatron, by param.allreduce = False; or leave 'expert' out of the groups."
     )
 
 
@@ -604,7 +605,10 @@ def test_a_group_that_joins_ranks_with_different_experts_is_named_with_its_ranks
     errors = errors_of_wrong_expert_ranks([[0, 1], [2, 3]])
 
     assert [type(error) for error in errors] == [LayoutMismatchError] * 4
-    assert [(error.group, error.ranks) for error in errors[::2]] == [("the group 'expert'", (0, 1)), ("the group 'expert'", (2, 3))]
+    assert [(error.group, error.ranks) for error in errors[::2]] == [
+        ("the group 'expert'", (0, 1)),
+        ("the group 'expert'", (2, 3)),
+    ]
     assert "is not the same on the ranks that the group 'expert' joins (ranks 0, 1): " in str(errors[0])
     assert "experts.0.expert.0.weight" in str(errors[0])
     assert "experts.1.expert.0.weight" in str(errors[0])

@@ -533,10 +533,10 @@ class TestTwoWrappers:
             wrap(torch.nn.Sequential(model))
 
         assert str(caught.value) == (
-            "'0.a', '0.b', '0.c', '0.d', '0.e' and 2 more already belong to another DistributedDataParallel wrapper (they have a "
-            "main_grad). Two of them would move the same storage and reduce the same gradients twice. Wrap each parameter once: "
-            "call detach() on the first wrapper before wrapping again; if it is Megatron-Core's, build the model anew without "
-            "it."
+            "'0.a', '0.b', '0.c', '0.d', '0.e' and 2 more already belong to another DistributedDataParallel wrapper: they have "
+            "a main_grad. Two of them would move the same storage and reduce the same gradients twice. Wrap each parameter "
+            "once: call detach() on the first wrapper before wrapping again; if it is Megatron-Core's, build the model anew "
+            "without it."
         )
         first(a=1, b=1, c=1, d=1, e=1, f=1, g=1).backward()  # the first one is unharmed
         assert grads(model)["g"] == 1.0
