@@ -188,7 +188,7 @@ def test_a_user_class_of_the_same_short_name_is_no_wrapper_of_a_library():
     assert ddp.sync.is_reduced
 
 
-def test_hooks_of_wrappers_that_are_gone_cost_nothing_and_refuse_nothing():
+def test_wrappers_of_ours_that_are_gone_refuse_nothing_and_leave_one_hook():
     module = net()
     wrap(module).detach()
     before = len(_global_module_registration_hooks)
@@ -236,7 +236,7 @@ def test_two_modules_that_share_one_part_cannot_both_be_wrapped_and_the_second_i
     assert "main_grad" not in vars(second[0].weight)
 
 
-def test_a_parent_may_be_wrapped_after_its_part_is_detached_and_beside_a_wrapped_part_that_is_frozen():
+def test_a_parent_may_be_wrapped_after_its_part_is_detached():
     part = net()
     parent = torch.nn.Sequential(part, torch.nn.Linear(2, 2))
     wrap(part).detach()
