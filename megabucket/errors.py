@@ -11,6 +11,7 @@ values, why it matters, and what to do. All errors pickle, so they cross process
     ├── UnsupportedParameterError (ValueError) a parameter the buffers cannot hold
     ├── NoTrainableParametersError (ValueError)
     ├── AlreadyWrappedError (ValueError)       a parameter that another wrapper holds
+    ├── ForeignWrapperError (ValueError)       a wrapper of another library inside or around the module
     ├── OptimizerParametersError (ValueError)  optimizer and wrapper disagree about the parameters
     ├── ProcessGroupMissingError (RuntimeError)
     ├── RanksDisagreeError (RuntimeError)      the ranks are not doing the same
@@ -198,8 +199,20 @@ class AlreadyWrappedError(MegabucketError, ValueError):
     def __init__(self, *, params: Sequence[str]) -> None:
         self.params = tuple(params)
         super().__init__(
-            f"{name_list(self.params)} already belong to another DistributedDataParallel wrapper. Two of them would move the "
-            "same storage and reduce the same gradients twice. Call detach() on the first one before wrapping again."
+            f"{name_list(self.params)} already belong to another DistributedDataParallel wrapper: they have a main_grad. Two "
+            "of them would move the same storage and reduce the same gradients twice. Wrap each parameter once: call detach() "
+            "on the first wrapper before wrapping again; if it is Megatron-Core's, build the model anew without it."
+        )
+
+
+class ForeignWrapperError(MegabucketError, ValueError):
+    """A data-parallel wrapper of another library, inside or around the module, would own the same gradients."""
+
+    def __init__(self, *, owner: str, where: str, params: Sequence[str], remedy: str) -> None:
+        self.owner, self.where, self.params = owner, where, tuple(params)
+        super().__init__(
+            f"{owner}, {where}, owns the gradients of {name_list(self.params)} as well. Each of the two would reduce gradients "
+            f"that the other one has reduced, or still has to, and weights would be wrong without any other error. {remedy}"
         )
 
 
@@ -286,23 +299,60 @@ _USUAL_CAUSES: Final = {
 }
 
 
+_THE_SAME: Final = "the same model, optimizer, state, config and versions"
+
+
 class RanksDisagreeError(MegabucketError, RuntimeError):
     """The ranks are not doing the same, so a reduction would mix unrelated values."""
 
 
 class LayoutMismatchError(RanksDisagreeError):
-    """Ranks wrap different models or optimizers, or with different configs or versions."""
+    """Ranks wrap different models or optimizers, or with different configs or versions.
 
-    def __init__(self, *, differences: Sequence[str], num_different: int, num_entries: int, phase: str = "wrap") -> None:
+    Args:
+        group: of several, the one whose ranks were compared.
+        ranks: that it joins.
+    """
+
+    def __init__(
+        self,
+        *,
+        differences: Sequence[str],
+        num_different: int,
+        num_entries: int,
+        phase: str = "wrap",
+        group: str = "",
+        ranks: Sequence[int] = (),
+    ) -> None:
         self.differences, self.num_different, self.num_entries = tuple(differences), num_different, num_entries
-        self.phase = phase
+        self.phase, self.group, self.ranks = phase, group, tuple(ranks)
         hidden = num_different - len(self.differences)
         more = f"; and {hidden} more" if hidden > 0 else ""
         what, consequence = _CALLS[phase]
+        where, remedy = "on all ranks", f"Give every rank {_THE_SAME}, in the same order."
+        if group:
+            where = f"on the ranks that {group} joins ({rank_list(self.ranks)})"
+            remedy = (
+                f"If these ranks are not to hold the same, {group} joins the wrong ones: pass the ranks that hold the same "
+                f"parameters in groups=. Otherwise give them {_THE_SAME}, in the same order."
+            )
+        elif phase == "groups=":
+            remedy = "Every rank that a group joins must pass the same ranks and settings for it."
         super().__init__(
-            f"{what} is not the same on all ranks: {'; '.join(self.differences)}{more} "
-            f"({num_different} of {num_entries} entries differ). Values that do not belong together would be mixed. Give every "
-            f"rank the same model, optimizer, state, config and versions, in the same order. {consequence}"
+            f"{what} is not the same {where}: {'; '.join(self.differences)}{more} "
+            f"({num_different} of {num_entries} entries differ). Values that do not belong together would be mixed. "
+            f"{remedy} {consequence}"
+        )
+
+    def inside(self, group: str, ranks: Sequence[int]) -> LayoutMismatchError:
+        """Return this error as one about the ranks of a group."""
+        return LayoutMismatchError(
+            differences=self.differences,
+            num_different=self.num_different,
+            num_entries=self.num_entries,
+            phase=self.phase,
+            group=group,
+            ranks=ranks,
         )
 
 

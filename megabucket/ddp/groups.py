@@ -234,15 +234,18 @@ class RankGroups:
         if error is not None or not by_group:
             return error, reports
         found: MegabucketError | None = None
-        inner: list[tuple[Communicator, Sequence[Entry]]] = [
-            (communicator, [*by_group.get(name, ()), *place])
+        inner: list[tuple[str, Communicator, Sequence[Entry]]] = [
+            (f"{prefix}the group {name!r}", communicator, [*by_group.get(name, ()), *place])
             for name, group in self.by_name.items()
-            for communicator, place in zip(group.communicators, group.places, strict=True)
+            for prefix, communicator, place in zip(("", "replicate= of "), group.communicators, group.places, strict=False)
         ]
-        inner += [(ranks, by_group[key]) for along, ranks in self.copies.items() if (key := copies_key(along)) in by_group]
-        for communicator, equal in inner:  # all of them, because other ranks may find no difference
+        keys = {copies_key(along): ranks for along, ranks in self.copies.items()}
+        inner += [(key, ranks, by_group[key]) for key, ranks in keys.items() if key in by_group]
+        for name, communicator, equal in inner:  # all of them, because other ranks may find no difference
             inside = Fence(communicator, num_buckets=0, policy=self.by_name[DENSE].policy, device=device)
             error, _ = inside.call(label, equal, None, step=step)
+            if isinstance(error, LayoutMismatchError):
+                error = error.inside(name, list(map(communicator.number_of, range(communicator.size))))
             found = found or error
         error, _ = fence.call(label, [], found, step=step)
         return found or error, ()
@@ -472,20 +475,19 @@ def group_uses(identities: Mapping[str, ParamIdentity], ranks: RankGroups, group
     patterns = group_of if isinstance(group_of, Mapping) else {}
     return {
         "used": sorted({identity.group for identity in identities.values()}),
-        # Without group_of= the parameters carry marks, and a program may pass the same groups for models without experts.
-        "wanted": [] if group_of is None else [name for name in ranks.by_name if name != DENSE],
+        "wanted": [name for name in ranks.by_name if name != DENSE],
         "patterns": [(pattern, group, bool(fnmatch.filter(identities, pattern))) for pattern, group in patterns.items()],
     }
 
 
 def check_group_uses(by_rank: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse a ``group_of=`` that leaves a group without parameters on all ranks. On some ranks it may: pipeline stages differ.
+    """Refuse a group without parameters on all ranks. On some ranks it may have none: pipeline stages differ.
 
     Args:
         by_rank: the results of ``group_uses``.
 
     Raises:
-        ConfigError: it does; the same on all ranks.
+        ConfigError: there is one; the same on all ranks.
     """
     used = set(chain.from_iterable(row["used"] for row in by_rank))
     is_met: dict[tuple[str, str], bool] = {}
@@ -494,10 +496,11 @@ def check_group_uses(by_rank: Sequence[Mapping[str, Any]]) -> None:
     for name in dict.fromkeys(chain.from_iterable(row["wanted"] for row in by_rank)):
         if name not in used:
             patterns = [pattern for pattern, group in is_met if group == name]
-            found = f" ({name_list(patterns)} matches no name)" if patterns else ""
+            found = f" ({name_list(patterns)} of group_of= matches no name)" if patterns else ""
             raise ConfigError(
-                f"group_of= gives the group {name!r} no parameter on any rank{found}, so what belongs there would be reduced "
-                f"over the ranks of {DENSE!r}. Correct group_of=, or leave {name!r} out of the groups."
+                f"no parameter of any rank is in the group {name!r}{found}, so what belongs there would be averaged over the "
+                f"ranks of {DENSE!r}. Assign parameters to it by group_of={{pattern: {name!r}}}, by the group that identity= "
+                f"returns, or, for experts of Megatron, by param.allreduce = False; or leave {name!r} out of the groups."
             )
     for pattern, _ in (one for one, matches in is_met.items() if not matches):
         log_once(f"group_of= has {pattern!r}, which is no name of a parameter on any rank")

@@ -235,13 +235,13 @@ def texts_of(updates: Sequence[Hyperparameters]) -> tuple[str, ...]:
 
 # Plain optimizers #
 
-_Method = Callable[[torch.optim.Optimizer], None]
+_Method = Callable[..., None]
 
 
-class _StepHook:
-    """A hook in torch's process-wide list that serves all guards.
+class _SharedHook:
+    """A hook in one of torch's process-wide lists that serves all guards.
 
-    Torch iterates over that list while an optimizer steps, and raises if it changes meanwhile. But wrappers are made, detached
+    Torch iterates over that list when it calls the hooks, and raises if it changes meanwhile. But wrappers are made, detached
     and collected at any time, also in other threads, so this hook stays and has its own list. Its references to the guards are
     weak, so it keeps no model alive.
     """
@@ -254,11 +254,11 @@ class _StepHook:
         with self._changing:
             self._methods = (*(known for known in self._methods if known() is not None), weakref.WeakMethod(method))
 
-    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def __call__(self, *args: Any) -> None:
         for known in self._methods:
             method = known()
             if method is not None:
-                method(optimizer)
+                method(*args)
 
 
 class _Held(NamedTuple):
@@ -280,15 +280,15 @@ class PlainOptimizerGuard:
         self._rank = rank
         self._held: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Held] = weakref.WeakKeyDictionary()
         self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # in which step
-        _hook_in(_global_optimizer_pre_hooks, register_optimizer_step_pre_hook).add(self.check)
-        _hook_in(_global_optimizer_post_hooks, register_optimizer_step_post_hook).add(self.note_update)
+        shared_hook_in(_global_optimizer_pre_hooks, register_optimizer_step_pre_hook).add(self.check)
+        shared_hook_in(_global_optimizer_post_hooks, register_optimizer_step_post_hook).add(self.note_update)
 
     def remove(self) -> None:
         """Stop watching."""
         self._names.clear()  # so no optimizer counts as holding parameters of the wrapper
         self._held.clear()
 
-    def note_update(self, optimizer: torch.optim.Optimizer) -> None:
+    def note_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Count an update of parameters of the wrapper: all ranks must make equally many."""
         held = self._held_by(optimizer)
         if held.params:
@@ -313,7 +313,7 @@ class PlainOptimizerGuard:
             self._held[optimizer] = known
         return known
 
-    def check(self, optimizer: torch.optim.Optimizer) -> None:
+    def check(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Refuse a step that would use gradients of the wrapper that were not reduced.
 
         Raises:
@@ -368,12 +368,12 @@ def check_learning_rates(groups: Iterable[Mapping[str, Any]]) -> None:
             )
 
 
-def _hook_in(hooks: dict[int, Any], register: Callable[[Any], RemovableHandle]) -> _StepHook:
+def shared_hook_in(hooks: dict[int, Any], register: Callable[[Any], RemovableHandle]) -> _SharedHook:
     """Return our hook in one of torch's lists; the first guard of the process adds it."""
     # dict.copy is atomic, unlike iteration over an OrderedDict: another thread may register a hook meanwhile.
     for hook in dict.copy(hooks).values():
-        if isinstance(hook, _StepHook):
+        if isinstance(hook, _SharedHook):
             return hook
-    hook = _StepHook()
+    hook = _SharedHook()
     register(hook)
     return hook

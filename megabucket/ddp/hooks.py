@@ -25,6 +25,7 @@ from megabucket.buffer import _ParamAndGradBucketGroup
 from megabucket.buffer.bucket_group import LARGE_BYTES
 from megabucket.config.resolve import StepPolicy
 from megabucket.ddp.groups import RankGroups
+from megabucket.ddp.owners import OwnerGuard
 from megabucket.errors import ConcurrentBackwardError, ConfigError, PhaseError, name_list
 
 if TYPE_CHECKING:
@@ -37,7 +38,12 @@ _NONE: Final = -2
 
 
 def register_hooks(
-    module: torch.nn.Module, groups: Sequence[_ParamAndGradBucketGroup], sync: GradSync, on_load: Callable[[], None]
+    module: torch.nn.Module,
+    groups: Sequence[_ParamAndGradBucketGroup],
+    sync: GradSync,
+    owners: OwnerGuard,
+    *,
+    on_load: Callable[[], None],
 ) -> tuple[list[RemovableHandle], Callable[..., Any]]:
     """Hook parameters and module of one wrapper. Return the handles, and a function that calls the compiled module.
 
@@ -51,7 +57,7 @@ def register_hooks(
         for group in groups
         for param, hook in zip(group.params, grad_hooks(sync, group), strict=True)
     ]
-    watching, call_compiled = watch_forwards(module, sync)
+    watching, call_compiled = watch_forwards(module, sync, owners)
     handles += watching
     submodules = set(module.modules())
 
@@ -190,7 +196,9 @@ def check_finish(params: Mapping[str, torch.Tensor], policy: StepPolicy, ranks: 
         )
 
 
-def watch_forwards(module: torch.nn.Module, sync: GradSync) -> tuple[list[RemovableHandle], Callable[..., Any]]:
+def watch_forwards(
+    module: torch.nn.Module, sync: GradSync, owners: OwnerGuard
+) -> tuple[list[RemovableHandle], Callable[..., Any]]:
     """Notify ``sync`` of training forwards of ``module``: those in ``train()`` mode with gradients enabled.
 
     Hooks that ``torch.compile`` traces do nothing, so that the module may be one graph (``fullgraph=True``). The second result
@@ -208,6 +216,7 @@ def watch_forwards(module: torch.nn.Module, sync: GradSync) -> tuple[list[Remova
     def before(called: torch.nn.Module, _: Any) -> None:
         if counts(called) and module.training:
             sync.begin_forward()
+            owners.check_forward()
 
     def after(called: torch.nn.Module, _: Any, output: Any) -> None:
         if not counts(called):

@@ -35,6 +35,7 @@ from megabucket.ddp.groups import (
 )
 from megabucket.ddp.guards import ModelWatch, PlainOptimizerGuard, moved_params
 from megabucket.ddp.hooks import backward_hooks_of, check_finish, refuse_in_backward, register_hooks
+from megabucket.ddp.owners import OwnerGuard, find_owner
 from megabucket.ddp.param_gather import ParamGather
 from megabucket.ddp.step import GradSync
 from megabucket.errors import (
@@ -82,13 +83,15 @@ def discover_params(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     Raises:
         NoTrainableParametersError: nothing requires a gradient.
         UnsupportedParameterError: a trainable parameter cannot live in a buffer.
-        AlreadyWrappedError: another wrapper holds some of the parameters.
+        AlreadyWrappedError: another wrapper, perhaps of another library, holds some of the parameters.
     """
     params = dict(module.named_parameters())
     trainable = {name: param for name, param in params.items() if param.requires_grad}
     if not trainable:
         raise NoTrainableParametersError(module=type(module).__name__, frozen=list(params))
 
+    if (error := find_owner(module, trainable)) is not None:
+        raise error
     wrapped = [name for name, param in trainable.items() if getattr(param, "main_grad", None) is not None]
     if wrapped:
         raise AlreadyWrappedError(params=wrapped)
@@ -131,12 +134,14 @@ def _obstacles(param: torch.nn.Parameter, first: torch.nn.Parameter, first_name:
     if param.is_nested or param.layout is not torch.strided:
         reason = "it is a nested tensor" if param.is_nested else f"it is sparse ({param.layout})"
         yield reason, "Use a dense parameter, or freeze it."
-    if (kind := type(param.data).__name__) == "DTensor":
+    is_localized = getattr(param, "_st_info", None) is not None  # torch's mark, between forwards
+    if (kind := type(param.data).__name__) == "DTensor" or is_localized:
         remedy = (
             "Leave out fully_shard(): use_distributed_optimizer=True takes its place. In place of parallelize_module() make "
             "each part a plain parameter (.to_local()), and let groups=ParallelGroups(..., identity=...) say where it belongs."
         )
-        yield "it is a DTensor, which torch cuts and reduces itself", remedy
+        when = " in each forward, by torch's _pre_dp_module_transform()" if is_localized else ""
+        yield f"it is a DTensor{when}, which torch cuts and reduces itself", remedy
     if type(param.data) is not torch.Tensor:
         remedy = "Wrap the module before sharding or quantizing it, or freeze the parameter."
         yield f"it is a {kind}, not a plain tensor", remedy
@@ -316,7 +321,9 @@ class Wrapping:
         self.sync = GradSync(self.groups, self.policy, watch, backward_hooks=backward_hooks_of(module), ranks=ranks)
         self.gather = ParamGather(self.groups, module, overlaps=self.policy.overlaps_params)
         self._guard = PlainOptimizerGuard(params, self.sync, rank=ranks.step.rank)
-        handles, self.call_compiled = register_hooks(module, self.groups, self.sync, on_load)
+        self._owners = OwnerGuard(module, params)
+        self._owners.watch()
+        handles, self.call_compiled = register_hooks(module, self.groups, self.sync, self._owners, on_load=on_load)
         self._handles = [*self.gather.handles, *handles]
 
     def check_is_wrapped(self, module: torch.nn.Module) -> None:
@@ -356,6 +363,7 @@ class Wrapping:
             for handle in self._handles:
                 handle.remove()
             self._guard.remove()
+            self._owners.remove()
             for group in self.groups:
                 group.show_params()
             for buffer in self.buffers:
@@ -372,8 +380,9 @@ class Detached:
     def __init__(
         self,
         text: str = (
-            "this wrapper was detached: the module is a plain one again, and nothing would be reduced. Call the module itself, "
-            "or wrap it anew with DistributedDataParallel(module, ...)."
+            "this wrapper was detached: the module is a plain one again, and nothing would be reduced. Wrap it anew with "
+            "DistributedDataParallel(module, ...) and make the optimizer anew; or, without reductions, call the module itself "
+            "and make a torch optimizer of its parameters."
         ),
     ) -> None:
         self._text = text
@@ -474,7 +483,7 @@ def _agree_on_model(
     Raises:
         LayoutMismatchError: module, config or versions differ.
         LayoutError: ``identity=`` lets two ranks hold the same part of the whole model.
-        ConfigError: ``group_of=`` leaves a group without parameters on all ranks.
+        ConfigError: a group has no parameter on any rank.
         PeerFailedError: some rank cannot wrap its module.
         MegabucketError: what ``discover_params``, ``identify`` and ``build_layout`` raise, where all ranks raise it alike.
     """
@@ -499,11 +508,11 @@ def _agree_on_model(
 def _compare_identities(
     module: torch.nn.Module, identities: Mapping[str, ParamIdentity], ranks: RankGroups, groups: ParallelGroups
 ) -> None:
-    """Compare what ``identity=`` and ``group_of=`` say on all ranks, of which each may hold another part of the model.
+    """Compare identities and groups of parameters on all ranks, of which each may hold another part of the model.
 
     Raises:
         LayoutError: the results of ``identity=`` contradict each other. Without a result a parameter may have a local name.
-        ConfigError: a group that parameters are assigned to by ``group_of=`` has none on any rank.
+        ConfigError: a group has no parameter on any rank.
     """
     given = [(name, param) for name, param in module.named_parameters() if groups.identity and groups.identity(name, param)]
     claims = []

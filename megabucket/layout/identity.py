@@ -150,7 +150,7 @@ def check_identities(identities: Mapping[str, ParamIdentity], shapes: Mapping[st
                 raise LayoutError(
                     f"parameters {other!r} and {name!r} claim the same part of {own.global_name!r}: shape "
                     f"{tuple(shapes[other])} at {first.offset} of {first.global_shape}, and {tuple(shape)} at {own.offset} of "
-                    f"{whole}. Norms would count it twice and checkpoints keep one of them; give each its own global_name or "
-                    "place"
+                    f"{whole}. Norms would count it twice and checkpoints keep one of them. Give each its own global_name or "
+                    "place; or, if they are copies on two ranks, pass a group (in groups=, or copies=) that joins these ranks"
                 )
         claims[own.global_name].append(name)

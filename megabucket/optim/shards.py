@@ -52,7 +52,8 @@ _WITHHELD: Final = frozenset({WithheldGrad, type(None)})
 _WITHHELD_BECAUSE: Final = (
     "is valid only inside DistributedOptimizer.step(), and it is only this rank's shard. Clip with "
     "DistributedOptimizer(..., clip_grad=1.0) or its clip_grad_norm_(), which take the norm over all ranks. Call step() and "
-    "zero_grad() of the DistributedOptimizer, not those of the torch optimizer in it."
+    "zero_grad() of the DistributedOptimizer, not those of the torch optimizer in it. After ddp.detach() make both anew: this "
+    "torch optimizer holds flat shards, not parameters of the module."
 )
 
 Unscale = weakref.ReferenceType[Callable[[torch.Tensor, torch.Tensor], None]]

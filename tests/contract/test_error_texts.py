@@ -17,8 +17,13 @@ TEXTS = {
         "module without a wrapper."
     ),
     "AlreadyWrappedError": (
-        "'a' already belong to another DistributedDataParallel wrapper. Two of them would move the same storage "
-        "and reduce the same gradients twice. Call detach() on the first one before wrapping again."
+        "'a' already belong to another DistributedDataParallel wrapper: they have a main_grad. Two of them would move the same "
+        "storage and reduce the same gradients twice. Wrap each parameter once: call detach() on the first wrapper before "
+        "wrapping again; if it is Megatron-Core's, build the model anew without it."
+    ),
+    "ForeignWrapperError": (
+        "library.Wrapper, around this module, owns the gradients of 'a' as well. Each of the two would reduce gradients that "
+        "the other one has reduced, or still has to, and weights would be wrong without any other error. Do not."
     ),
     "OptimizerParametersError": "something: 'a'. Do not.",
     "ProcessGroupMissingError": (

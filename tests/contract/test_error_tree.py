@@ -21,6 +21,7 @@ EXAMPLES = [
     errors.UnsupportedParameterError(param="w", reason="it is odd", remedy="Do not."),
     errors.NoTrainableParametersError(module="Model", frozen=["a", "b"]),
     errors.AlreadyWrappedError(params=["a"]),
+    errors.ForeignWrapperError(owner="library.Wrapper", where="around this module", params=["a"], remedy="Do not."),
     errors.OptimizerParametersError(problem="something", params=["a"], remedy="Do not."),
     errors.ProcessGroupMissingError(world_size=2),
     errors.RanksDisagreeError("text"),

@@ -273,8 +273,9 @@ class TestSharedMemory:
 
 class TestWrappingTwice:
     TEXT = (
-        "{} already belong to another DistributedDataParallel wrapper. Two of them would move the same storage and reduce the "
-        "same gradients twice. Call detach() on the first one before wrapping again."
+        "{} already belong to another DistributedDataParallel wrapper: they have a main_grad. Two of them would move the same "
+        "storage and reduce the same gradients twice. Wrap each parameter once: call detach() on the first wrapper before "
+        "wrapping again; if it is Megatron-Core's, build the model anew without it."
     )
 
     @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from megabucket.errors import (
     UnusedParameterError,
 )
 from megabucket.layout import ParamIdentity
+from megabucket.layout.identity import plain_identity
 from megabucket.testing import LoopbackWorld
 
 EXPERT_RANKS = {0: [0, 2], 1: [1, 3]}
@@ -506,27 +507,35 @@ class Unmarked(Moe):
 
 
 @pytest.mark.parametrize(
-    ("group_of", "said"),
+    ("doors", "said"),
     [
-        pytest.param({"experts.*": "expert", "head.*": "dense"}, " ('experts.*' matches no name)", id="patterns"),
-        pytest.param(lambda name, _: "expert" if name.startswith("experts.") else None, "", id="function"),
+        pytest.param(
+            {"group_of": {"experts.*": "expert", "head.*": "dense"}},
+            " ('experts.*' of group_of= matches no name)",
+            id="patterns",
+        ),
+        pytest.param({"group_of": lambda name, _: "expert" if name.startswith("experts.") else None}, "", id="function"),
+        pytest.param({"identity": lambda name, param: plain_identity(name, tuple(param.shape))}, "", id="identity"),
+        pytest.param({}, "", id="marks"),
+        pytest.param(None, "", id="dict"),
     ],
 )
-def test_a_group_that_no_parameter_of_any_rank_is_put_into_is_refused_on_all_ranks(group_of, said):
+def test_a_group_that_no_parameter_of_any_rank_is_in_is_refused_on_all_ranks_by_every_door(doors, said):
     world = LoopbackWorld(4, timeout_s=20)
     experts = {number: world.subgroup(ranks) for number, ranks in EXPERT_RANKS.items()}
 
     def wrap(rank):
         reduction = {"dense": world.communicator(rank), "expert": experts[rank % 2][rank]}
-        groups = ParallelGroups(reduction, group_of=group_of if rank != 3 else None)
+        groups = reduction if doors is None else ParallelGroups(reduction, **(doors if rank != 3 else {}))
         DistributedDataParallel(Unmarked(rank % 2), groups=groups)
 
     errors = wrap_error(world, wrap)
     assert [type(error) for error in errors] == [ConfigError] * 4
     (text,) = {str(error) for error in errors}
     assert text == (
-        f"group_of= gives the group 'expert' no parameter on any rank{said}, so what belongs there would be reduced over the "
-        "ranks of 'dense'. Correct group_of=, or leave 'expert' out of the groups."
+        f"no parameter of any rank is in the group 'expert'{said}, so what belongs there would be averaged over the ranks of "
+        "'dense'. Assign parameters to it by group_of={pattern: 'expert'}, by the group that identity= returns, or, for "
+        "experts of Megatron, by param.allreduce = False; or leave 'expert' out of the groups."
     )
 
 
@@ -548,10 +557,90 @@ def test_a_group_may_have_its_parameters_on_some_ranks_only(caplog):
     assert told == {"megabucket: group_of= has 'experts.*', which is no name of a parameter on any rank"}
 
 
-def test_a_program_may_name_a_group_for_marked_parameters_of_other_models():
-    world = LoopbackWorld(1)
+def test_a_group_that_no_parameter_is_in_is_refused_on_one_rank_and_beside_groups_that_are_used():
+    own = LoopbackWorld(1).communicator(0)
+    group_of = {"expert.*": "expert"}
 
-    DistributedDataParallel(Unmarked(0), groups={"dense": world.communicator(0), "expert": world.communicator(0)})
+    with pytest.raises(ConfigError, match="is in the group 'vision'"):
+        DistributedDataParallel(Moe(0), groups=ParallelGroups({"dense": own, "expert": own, "vision": own}, group_of=group_of))
+    with pytest.raises(ConfigError, match="is in the group 'expert'"):
+        DistributedDataParallel(Unmarked(0), groups={"dense": own, "expert": own})
+
+
+def test_a_frozen_parameter_is_in_its_group():
+    own, model = LoopbackWorld(1).communicator(0), Moe(0)
+    model.expert.requires_grad_(False)
+
+    DistributedDataParallel(model, groups={"dense": own, "expert": own})
+
+
+def test_a_group_may_be_empty_after_a_rebuild_no_more_than_when_wrapping():
+    own = LoopbackWorld(1).communicator(0)
+    ddp = DistributedDataParallel(Moe(0), groups={"dense": own, "expert": own})
+    for param in ddp.module.parameters():
+        param.allreduce = True
+
+    with pytest.raises(ConfigError, match="is in the group 'expert'"):
+        ddp.rebuild()
+
+
+def errors_of_wrong_expert_ranks(groups_of_ranks):
+    """Ranks 0 and 2 hold expert 0, ranks 1 and 3 expert 1, by global names."""
+    world = LoopbackWorld(4, timeout_s=20)
+    experts = {rank: group for ranks in groups_of_ranks for rank, group in world.subgroup(ranks).items()}
+
+    def wrap(rank):
+        def identity(name, param):
+            is_expert = name.startswith("expert.")
+            whole = f"experts.{rank % 2}.{name}" if is_expert else name
+            return ParamIdentity(whole, tuple(param.shape), (0,) * param.dim(), "expert" if is_expert else "dense")
+
+        reduction = {"dense": world.communicator(rank), "expert": experts[rank]}
+        DistributedDataParallel(Moe(rank % 2), groups=ParallelGroups(reduction, identity=identity))
+
+    return wrap_error(world, wrap)
+
+
+def test_a_group_that_joins_ranks_with_different_experts_is_named_with_its_ranks_on_all_ranks():
+    errors = errors_of_wrong_expert_ranks([[0, 1], [2, 3]])
+
+    assert [type(error) for error in errors] == [LayoutMismatchError] * 4
+    assert [(error.group, error.ranks) for error in errors[::2]] == [
+        ("the group 'expert'", (0, 1)),
+        ("the group 'expert'", (2, 3)),
+    ]
+    assert "is not the same on the ranks that the group 'expert' joins (ranks 0, 1): " in str(errors[0])
+    assert "experts.0.expert.0.weight" in str(errors[0])
+    assert "experts.1.expert.0.weight" in str(errors[0])
+    assert (
+        "If these ranks are not to hold the same, the group 'expert' joins the wrong ones: pass the ranks that hold the same "
+        "parameters in groups=." in str(errors[0])
+    )
+    assert "Give every rank" not in str(errors[0])
+
+
+def test_a_group_that_leaves_out_ranks_with_the_same_expert_is_no_advice_to_rename_it():
+    errors = errors_of_wrong_expert_ranks([[0], [1], [2], [3]])
+
+    (text,) = set(map(str, errors))
+    assert "'expert.0.weight on rank 0' and 'expert.0.weight on rank 2' claim the same part" in text
+    assert "if they are copies on two ranks, pass a group (in groups=, or copies=) that joins these ranks" in text
+
+
+def test_tensor_parallel_ranks_with_different_copies_are_named_as_those_of_copies():
+    world = LoopbackWorld(2, timeout_s=20)
+
+    def wrap(rank):
+        def identity(name, param):
+            return ParamIdentity(f"{name} of {rank}", tuple(param.shape), (0,) * param.dim(), copies=("tp",), partial=("tp",))
+
+        own = world.communicator(rank)
+        groups = ParallelGroups({"dense": alone[rank]}, identity=identity, copies={"tp": own}, norm_group=own)
+        DistributedDataParallel(torch.nn.Linear(2, 2), groups=groups)
+
+    alone = {rank: world.subgroup([rank])[rank] for rank in range(2)}
+    errors = wrap_error(world, wrap)
+    assert {(type(error), error.group, error.ranks) for error in errors} == {(LayoutMismatchError, "copies 'tp'", (0, 1))}
 
 
 @pytest.mark.parametrize("is_sharded", MODES)

@@ -15,7 +15,8 @@ MODES = pytest.mark.parametrize("switches", [{}, SHARDED], ids=["all_reduce", "r
 WITHHELD = (
     "which is valid only inside DistributedOptimizer.step(), and it is only this rank's shard. Clip with "
     "DistributedOptimizer(..., clip_grad=1.0) or its clip_grad_norm_(), which take the norm over all ranks. Call step() and "
-    "zero_grad() of the DistributedOptimizer, not those of the torch optimizer in it."
+    "zero_grad() of the DistributedOptimizer, not those of the torch optimizer in it. After ddp.detach() make both anew: this "
+    "torch optimizer holds flat shards, not parameters of the module."
 )
 TOUCHED = (
     "the gradient of a flat shard ('a') was cleared or replaced between two steps, to no effect: a DistributedOptimizer steps "

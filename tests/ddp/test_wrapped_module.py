@@ -432,8 +432,9 @@ class TestDetach:
             use(ddp)
 
         assert str(caught.value) == (
-            "this wrapper was detached: the module is a plain one again, and nothing would be reduced. Call the module itself, "
-            "or wrap it anew with DistributedDataParallel(module, ...)."
+            "this wrapper was detached: the module is a plain one again, and nothing would be reduced. Wrap it anew with "
+            "DistributedDataParallel(module, ...) and make the optimizer anew; or, without reductions, call the module itself "
+            "and make a torch optimizer of its parameters."
         )
         assert ddp.detach() is model
 
@@ -532,9 +533,10 @@ class TestTwoWrappers:
             wrap(torch.nn.Sequential(model))
 
         assert str(caught.value) == (
-            "'0.a', '0.b', '0.c', '0.d', '0.e' and 2 more already belong to another DistributedDataParallel wrapper. Two "
-            "of them would move the same storage and reduce the same gradients twice. Call detach() on the first one before "
-            "wrapping again."
+            "'0.a', '0.b', '0.c', '0.d', '0.e' and 2 more already belong to another DistributedDataParallel wrapper: they have "
+            "a main_grad. Two of them would move the same storage and reduce the same gradients twice. Wrap each parameter "
+            "once: call detach() on the first wrapper before wrapping again; if it is Megatron-Core's, build the model anew "
+            "without it."
         )
         first(a=1, b=1, c=1, d=1, e=1, f=1, g=1).backward()  # the first one is unharmed
         assert grads(model)["g"] == 1.0

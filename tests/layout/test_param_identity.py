@@ -136,7 +136,8 @@ class TestClaims:
 
         assert refusal(lambda: check_identities(identities, {"a": (4, 3), "b": (1, 3)})) == (
             "parameters 'a' and 'b' claim the same part of 'w': shape (4, 3) at (0, 0) of (4, 6), and (1, 3) at (3, 2) of "
-            "(4, 6). Norms would count it twice and checkpoints keep one of them; give each its own global_name or place"
+            "(4, 6). Norms would count it twice and checkpoints keep one of them. Give each its own global_name or place; or, "
+            "if they are copies on two ranks, pass a group (in groups=, or copies=) that joins these ranks"
         )
 
     def test_two_shapes_of_one_tensor_are_refused_also_where_the_pieces_lie_apart(self):
