@@ -54,9 +54,9 @@ from __future__ import annotations
 import copy
 import copyreg
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from typing_extensions import Self
 
@@ -389,6 +389,24 @@ class PhaseError(MegabucketError, RuntimeError):
     """An operation in a phase where it is not allowed."""
 
 
+def refuse_copies(text: str) -> Callable[[Any, Any], NoReturn]:
+    """Return a ``__reduce_ex__`` for classes whose objects cannot be copied or pickled.
+
+    Args:
+        text: of the error; ``{}`` becomes the name of the class.
+    """
+
+    def __reduce_ex__(self: Any, protocol: Any) -> NoReturn:  # noqa: ARG001, N807 - it becomes a method
+        """Refuse to be copied or pickled.
+
+        Raises:
+            PhaseError: always.
+        """
+        raise PhaseError(text.format(type(self).__name__))
+
+    return __reduce_ex__
+
+
 class LateGradientError(PhaseError):
     """A gradient arrived after its bucket had been sent."""
 
@@ -708,8 +726,9 @@ class CheckpointUnavailableError(MegabucketError, RuntimeError):
 
     def __init__(self, *, optimizer: str, method: str, rank: int, num_shards: int) -> None:
         self.optimizer, self.method, self.rank, self.num_shards = optimizer, method, rank, num_shards
+        instead = method if method.endswith("()") else "state_dict()"
         super().__init__(
             f"[rank {rank}] {method} of the {optimizer} inside a DistributedOptimizer would treat flat shards (1 of "
-            f"{num_shards} on this rank) as the state of the model. Call {method} of the DistributedOptimizer on every rank: "
+            f"{num_shards} on this rank) as the state of the model. Call {instead} of the DistributedOptimizer on every rank: "
             "it has whole parameters, in torch's format."
         )

@@ -17,7 +17,7 @@ import torch
 from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.guards import check_learning_rates, read_hyperparameters
 from megabucket.ddp.step import REPORTED, UPDATING, StepState
-from megabucket.errors import ConfigError, PhaseError, UnreducedGradientsError, name_list
+from megabucket.errors import ConfigError, PhaseError, UnreducedGradientsError, name_list, refuse_copies
 from megabucket.optim.kernels import find_kernels
 from megabucket.optim.norm import GlobalNorm, check_norm_settings, clip_by_norm
 from megabucket.optim.shards import CHECK_AND_UNSCALE, MainShard, Sharding
@@ -31,6 +31,12 @@ _grad: Final = attrgetter("grad")
 _LOSS_SCALE: Final = "loss scale"
 _SWITCHES: Final = ("train", "eval")
 """Methods of schedule-free optimizers that write to the weights."""
+NO_COPIES: Final = refuse_copies(
+    "a {} cannot be copied or pickled: it steps on flat shards in the buffers of a wrapper, and a copy would update no module. "
+    "Save state_dict(), called on every rank, and load it with load_state_dict(); or call save_checkpoint(). Of what holds it, "
+    "such as a learning rate scheduler, save its own state_dict()."
+)
+"""``__reduce_ex__`` of optimizers. Torch would make a copy without the constructor and patch ``step`` of the class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +88,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # Torch's fused optimizers can unscale gradients in their kernel. Here all ranks agree before any rank steps.
     _step_supports_amp_scaling = False
+    __reduce_ex__ = NO_COPIES
 
     def __init__(
         self,

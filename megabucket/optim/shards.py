@@ -12,6 +12,7 @@ import copy
 import math
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any, Final, NamedTuple
@@ -386,6 +387,8 @@ class Sharding:
         stand_ins = [(shard.segment.group, shard.main) for shard in cut.shards]
         stand_ins += [(index, placeholder.main) for index, placeholder in placeholders.items()]
         self.members.replace(stand_ins, set(ddp.module.parameters()))
+        # Python copies and pickles an object by this method, also one that belongs to the object alone.
+        self._optimizer.__getstate__ = partial(_refuse_copies, weakref.ref(self), weakref.ref(self._optimizer))  # type: ignore[method-assign]
         staying = self._others()
         for key in [key for key in state if isinstance(key, torch.Tensor) and key not in staying]:
             del state[key]
@@ -428,6 +431,7 @@ class Sharding:
         self._main_values |= found.main_values
         self._dtypes |= found.dtypes
         self.members.restore()
+        vars(self._optimizer).pop("__getstate__", None)
         self.shards, self._buffers = [], []
         self.counted_grads.clear()
 
@@ -688,6 +692,14 @@ def _refuse_shards(reference: weakref.ref[Sharding], held: torch.optim.Optimizer
         rank = sharding._ddp.communicator.rank
         num_shards = sharding._buffers[0].layout.num_shards if sharding._is_sharded else 1
         raise CheckpointUnavailableError(optimizer=type(held).__name__, method=method, rank=rank, num_shards=num_shards)
+
+
+def _refuse_copies(sharding: weakref.ref[Sharding], of: weakref.ref[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Refuse to copy or pickle flat shards as the optimizer of a model."""
+    optimizer = of()
+    assert optimizer is not None  # noqa: S101 - for mypy: this is called for it
+    _refuse_shards(sharding, optimizer, "a copy or pickle")
+    return type(optimizer).__getstate__(optimizer)
 
 
 def _refuse_withheld_grads(optimizer: torch.optim.Optimizer, *_: object) -> None:
