@@ -293,7 +293,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._changes and not (sync.is_reduced and self._changed_step == sync.step):
             self._changes = ()  # to gradients that were cleared since
         if sync.is_reduced and sync.state is not StepState.AGREED:
-            raise PhaseError("step() was called twice on the same gradients; run backward and zero_grad() between two steps.")
+            raise PhaseError(
+                "step() was called twice on the same gradients, or on those of a step that a loss scaler has skipped on all "
+                "ranks: no backward has run since. Run backward and zero_grad() between two steps; with a scaler call its "
+                "step()."
+            )
         try:
             self.sharding.check_is_current()
             if not self._has_norm and self.clip_grad > 0:
@@ -332,8 +336,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if grad is None:
                 error = PhaseError(
                     f"the gradient of {slot.name!r} was cleared between the gradient sync and step(). A DistributedOptimizer "
-                    "steps on flat shards and cannot skip single parameters. Zero the gradient in place, or use a plain "
-                    "torch optimizer, which skips parameters without a gradient."
+                    "steps on flat shards and cannot skip single parameters. To leave one out, zero its gradient in place, "
+                    "or use a plain torch optimizer, which skips parameters without a gradient. To clear all, call "
+                    "zero_grad() after step()."
                 )
                 self.ddp.sync.refuse_update(error)
                 self._answer_norm()

@@ -66,7 +66,10 @@ _NOT_IN_WRAPPER: Final = (
 )
 _IN_NO_GROUP: Final = (
     "trainable parameters of the wrapper are in no group of the optimizer and would never be updated",
-    "Add them with optimizer.add_param_group(), or freeze them with requires_grad_(False), before wrapping or ddp.rebuild().",
+    (
+        "Add them with optimizer.add_param_group(), also those of another optimizer, or freeze them with requires_grad_(False) "
+        "before wrapping or ddp.rebuild()."
+    ),
 )
 
 
@@ -621,7 +624,9 @@ class Sharding:
         if self._ddp.param_and_grad_buffers is not self._buffers:
             raise PhaseError(
                 "the wrapper was rebuilt, but this optimizer was not: a later DistributedOptimizer has replaced it, and its "
-                "shards are no longer part of the module. Use the later one."
+                "shards are no longer part of the module. Use the later one. If there is none, before_rebuild() has put "
+                "whole parameters back: call ddp.rebuild() on every rank, or use the torch optimizer and the module after "
+                "ddp.detach()."
             )
         waiting = self.members.waiting()
         if waiting:

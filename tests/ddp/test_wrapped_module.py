@@ -532,9 +532,9 @@ class TestTwoWrappers:
             wrap(torch.nn.Sequential(model))
 
         assert str(caught.value) == (
-            "'0.a', '0.b', '0.c', '0.d', '0.e' and 2 more already belong to another DistributedDataParallel wrapper. Two "
-            "of them would move the same storage and reduce the same gradients twice. Call detach() on the first one before "
-            "wrapping again."
+            "'0.a', '0.b', '0.c', '0.d', '0.e' and 2 more already belong to another DistributedDataParallel wrapper (they "
+            "have a main_grad). Two of them would move the same storage and reduce the same gradients twice. Call detach() "
+            "on the first one before wrapping again; a wrapper of another library, such as Megatron-Core's, must be left out."
         )
         first(a=1, b=1, c=1, d=1, e=1, f=1, g=1).backward()  # the first one is unharmed
         assert grads(model)["g"] == 1.0
