@@ -55,9 +55,9 @@ from __future__ import annotations
 import copy
 import copyreg
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from typing_extensions import Self
 
@@ -232,7 +232,8 @@ class ProcessGroupMissingError(MegabucketError, RuntimeError):
         super().__init__(
             f"this process is one of {world_size} (WORLD_SIZE={world_size}) but torch.distributed is not initialized, so "
             "each of them would train alone and the replicas would drift apart. Call "
-            "torch.distributed.init_process_group() before wrapping the module, or pass process_group=."
+            "torch.distributed.init_process_group() before wrapping the module, or pass process_group=. If this process is to "
+            "train alone, unset WORLD_SIZE."
         )
 
 
@@ -245,7 +246,8 @@ class PlainOptimizerError(MegabucketError, RuntimeError):
             f"[rank {rank}] {optimizer}.step() would update whole parameters ({name_list(self.params)}), but "
             "use_distributed_optimizer=True reduce-scatters the gradients: this rank holds the reduced values of its own "
             "shard only, and the replicas would drift apart. Wrap the optimizer: megabucket.DistributedOptimizer(optimizer, "
-            "ddp); or set use_distributed_optimizer=False."
+            "ddp), one over all parameters of the wrapper, with groups in place of several optimizers; or set "
+            "use_distributed_optimizer=False."
         )
 
 
@@ -286,11 +288,15 @@ _CALLS: Final = {
 }
 _SAME_HYPERPARAMETERS: Final = (
     "Set them alike on every rank: look for a scheduler that follows a local loss, for scale_gradients() with a local count, "
-    "for an optimizer's checkpoint that was loaded on one rank only."
+    "for a loss scale or max_norm of one rank, for an optimizer's checkpoint that was loaded on one rank only."
 )
 # Why weights differ.
 _USUAL_CAUSES: Final = {
     "update": "Every rank must step after every sync: look for an exception caught around optimizer.step() on one rank.",
+    "values": (
+        "Look for an exception caught around optimizer.step() on one rank, for parameters written in place or loaded on one "
+        "rank, and for a device that computes wrong."
+    ),
     "hyperparameters": f"Each rank has updated them in its own way. {_SAME_HYPERPARAMETERS}",
     "load": (
         "Load on every rank, or call ddp.broadcast_params() on every rank right after a load on the first; a rank that loads "
@@ -364,8 +370,8 @@ class CallMismatchError(RanksDisagreeError):
         dropped = " the step was dropped on all ranks," * (END_OF_STEP in self.by_rank)
         super().__init__(
             f"step {step}: ranks are in different calls: {values_by_rank(self.by_rank)}. Each of them needs every rank: make "
-            "it on all, at the same place of the program (`if rank == 0:` around one is the usual cause). None of these calls "
-            f"has done anything,{dropped} and the next call of all ranks may run."
+            "it on all, at the same place of the program (usual causes: `if rank == 0:` around one, and an exception caught "
+            f"on one rank). None of these calls has done anything,{dropped} and the next call of all ranks may run."
         )
 
 
@@ -441,6 +447,24 @@ class PhaseError(MegabucketError, RuntimeError):
     """An operation in a phase where it is not allowed."""
 
 
+def refuse_copies(text: str) -> Callable[[Any, Any], NoReturn]:
+    """Return a ``__reduce_ex__`` for classes whose objects cannot be copied or pickled.
+
+    Args:
+        text: of the error; ``{}`` becomes the name of the class.
+    """
+
+    def __reduce_ex__(self: Any, protocol: Any) -> NoReturn:  # noqa: ARG001, N807 - it becomes a method
+        """Refuse to be copied or pickled.
+
+        Raises:
+            PhaseError: always.
+        """
+        raise PhaseError(text.format(type(self).__name__))
+
+    return __reduce_ex__
+
+
 class LateGradientError(PhaseError):
     """A gradient arrived after its bucket had been sent."""
 
@@ -476,8 +500,8 @@ class ConcurrentBackwardError(PhaseError):
         self.rank, self.thread, self.other_thread = rank, thread, other_thread
         super().__init__(
             f"[rank {rank}] thread {thread!r} runs a backward while one of thread {other_thread!r} is still running. Both add "
-            "into the same gradient buffer, so the sums would depend on timing. Run one backward at a time, for instance "
-            "under a lock, or give each thread a wrapper of its own."
+            "into the same gradient buffer, so the sums would depend on timing. Run one backward at a time: those of several "
+            "threads under a lock or with a wrapper each, one that begins inside another (in a hook) after it."
         )
 
 
@@ -495,7 +519,9 @@ class UnreducedGradientsError(PhaseError):
         super().__init__(
             "step() was called, but the gradients are not reduced: since the last step or zero_grad(), no backward has run "
             "outside no_sync(), or finish_grad_sync() was not called where the config leaves that to the caller "
-            "(finish='explicit'). Run the last backward of the step outside no_sync(), or call finish_grad_sync() yourself."
+            "(finish='explicit'). Run the last backward of the step outside no_sync(), or call finish_grad_sync() yourself; "
+            "clear gradients after step(), not before. To step on the gradients of one rank alone (local SGD), use the module "
+            "without a wrapper."
         )
 
 
@@ -631,9 +657,9 @@ class PeerLostError(MegabucketError, RuntimeError):
         self.ranks, self.states, self.during = tuple(ranks), tuple(states), during
         findings = "; ".join(f"rank {rank} {state}" for rank, state in zip(self.ranks, self.states, strict=True))
         super().__init__(
-            f"{findings or 'an unknown rank is lost'} ({during}). The process group cannot be used any "
-            "more: gradients of this step are lost, parameters are those of the last step. End this process, or destroy the "
-            "group, and start again from the last checkpoint with the ranks that are left."
+            f"{findings or 'an unknown rank is lost, or waits in another collective'} ({during}). The process group cannot "
+            "be used any more: gradients of this step are lost, parameters are those of the last step. End this process, or "
+            "destroy the group, and start again from the last checkpoint with the ranks that are left."
         )
 
 
@@ -658,7 +684,7 @@ class ForkedProcessError(MegabucketError, RuntimeError):
         super().__init__(
             f"[rank {rank}] {operation} in a forked child process. The threads of the process group exist in the parent only, "
             "so this would wait for ever. Train in the process that wrapped the module; start helpers with the 'spawn' "
-            "method, or let them work on a copy (copy.deepcopy(ddp.module))."
+            "method, or let them work on a copy that was made before the fork (copy.deepcopy(ddp.module))."
         )
 
 
@@ -669,7 +695,8 @@ class GroupDestroyedError(MegabucketError, RuntimeError):
         self.rank, self.operation = rank, operation
         super().__init__(
             f"[rank {rank}] {operation}, but the process group of the wrapper was destroyed, so nothing can be reduced any "
-            "more and this replica would go on alone. Call ddp.detach() and wrap the module again over a living group."
+            "more and this replica would go on alone. Call ddp.detach() and wrap the module again over a living group; at the "
+            "end of a program call ddp.detach() before destroy_process_group()."
         )
 
 
@@ -767,8 +794,9 @@ class CheckpointUnavailableError(MegabucketError, RuntimeError):
 
     def __init__(self, *, optimizer: str, method: str, rank: int, num_shards: int) -> None:
         self.optimizer, self.method, self.rank, self.num_shards = optimizer, method, rank, num_shards
+        instead = method if method.endswith("()") else "state_dict()"
         super().__init__(
             f"[rank {rank}] {method} of the {optimizer} inside a DistributedOptimizer would treat flat shards (1 of "
-            f"{num_shards} on this rank) as the state of the model. Call {method} of the DistributedOptimizer on every rank: "
+            f"{num_shards} on this rank) as the state of the model. Call {instead} of the DistributedOptimizer on every rank: "
             "it has whole parameters, in torch's format."
         )

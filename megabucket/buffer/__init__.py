@@ -6,6 +6,7 @@ from megabucket.buffer.param_and_grad_buffer import (
     ParamAndGradBuffer,
     dtype_name,
     dtype_named,
+    refuse_pickles,
     view_like,
 )
 from megabucket.buffer.phases import GradPhase, ParamPhase
@@ -18,5 +19,6 @@ __all__ = [
     "_ParamAndGradBucketGroup",
     "dtype_name",
     "dtype_named",
+    "refuse_pickles",
     "view_like",
 ]

@@ -10,30 +10,27 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Final
 
 import torch
 
 from megabucket.buffer.grad_slot import GradSlot
-from megabucket.errors import PhaseError
+from megabucket.errors import refuse_copies
 from megabucket.layout import BucketLayout, BufferLayout
+
+refuse_pickles: Final = refuse_copies(
+    "a wrapped module cannot be pickled, nor its parameters: they lie in buffers, and hooks of the wrapper are on the module. "
+    "Save ddp.state_dict(), and the state_dict() of an optimizer that holds the parameters; or pickle a plain module, which "
+    "copy.deepcopy(ddp.module) is, or ddp.module after ddp.detach()."
+)
+"""``__reduce_ex__`` of all that a wrapper adds to a module and its parameters."""
 
 
 class _SlotReference(weakref.ref[GradSlot]):
     """Leads from a parameter to its slot."""
 
     __slots__ = ()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be pickled, with a better text than torch's.
-
-        Raises:
-            PhaseError: always.
-        """
-        raise PhaseError(
-            "a wrapped module cannot be pickled: its parameters lie in buffers, and hooks of the wrapper are on it. Save "
-            "ddp.state_dict(), or call ddp.detach() before."
-        )
+    __reduce_ex__ = refuse_pickles
 
 
 class _ParamAndGradBucket:

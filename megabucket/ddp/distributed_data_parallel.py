@@ -45,7 +45,7 @@ from megabucket.ddp.wrap import (
     prepare_rebuild,
     restore_prefix,
 )
-from megabucket.errors import ConfigError, MegabucketError, PhaseError, log_once
+from megabucket.errors import ConfigError, MegabucketError, log_once, refuse_copies
 from megabucket.layout import ModelLayout
 from megabucket.layout.identity import ParamIdentity, by_place
 from megabucket.trace import ProfilerRanges, Recorder, StepRecorder, StepTrace
@@ -549,17 +549,11 @@ class DistributedDataParallel(torch.nn.Module):
             self.ranks.close()
         return self.module
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be copied or pickled.
-
-        Raises:
-            PhaseError: always.
-        """
-        raise PhaseError(
-            "a wrapper cannot be copied or pickled: a copy would have neither the hooks nor the buffers, and its gradients "
-            "would never be reduced. Save ddp.state_dict(), or copy the inner module: copy.deepcopy(ddp.module) is a plain one "
-            "and AveragedModel(ddp.module) an average."
-        )
+    __reduce_ex__ = refuse_copies(
+        "a wrapper cannot be copied or pickled: a copy would have neither the hooks nor the buffers, and its gradients "
+        "would never be reduced. Save ddp.state_dict(), or copy the inner module: copy.deepcopy(ddp.module) is a plain one "
+        "and AveragedModel(ddp.module) an average."
+    )
 
 
 def _checked(

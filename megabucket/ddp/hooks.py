@@ -10,18 +10,20 @@ So a callback that is dropped without having run shows, at the earliest moment, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from megabucket.buffer import _ParamAndGradBucketGroup
+from megabucket.buffer import _ParamAndGradBucketGroup, refuse_pickles
 from megabucket.buffer.bucket_group import LARGE_BYTES
 from megabucket.config.resolve import StepPolicy
 from megabucket.ddp.groups import RankGroups
@@ -35,6 +37,19 @@ GradHook = Callable[[torch.Tensor], None]
 
 _EARLIER: Final = -1  # ids that no handle of a hook has
 _NONE: Final = -2
+
+
+class ModuleHook(functools.partial[None]):
+    """A function as a hook of a module. A deepcopy of the module gets a function in its place that does nothing.
+
+    So the copy is a plain module, of which a pickle needs only torch and the standard library.
+    """
+
+    __reduce_ex__ = refuse_pickles
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        """Return a function that ignores its arguments."""
+        return nullcontext().__exit__
 
 
 def register_hooks(
@@ -62,10 +77,10 @@ def register_hooks(
     submodules = set(module.modules())
 
     def note_load(loaded: torch.nn.Module, _: Any) -> None:
-        if loaded in submodules:  # a deepcopy of the module shares the hook
+        if loaded in submodules:  # a shallow copy shares the hook
             on_load()
 
-    handles += [submodule.register_load_state_dict_post_hook(note_load) for submodule in submodules]
+    handles += [submodule.register_load_state_dict_post_hook(ModuleHook(note_load)) for submodule in submodules]
     return handles, call_compiled
 
 
@@ -209,7 +224,7 @@ def watch_forwards(
     def counts(called: torch.nn.Module) -> bool:
         if torch.compiler.is_compiling() or outside.is_watching:
             return False
-        # Ignore a deepcopy of the module, which shares these hooks, and a forward that activation checkpointing reruns inside a
+        # Ignore a shallow copy of the module, which shares these hooks, and a forward that activation checkpointing reruns in a
         # backward, which may even end in an exception of its own.
         return called is module and torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0
 
@@ -231,8 +246,8 @@ def watch_forwards(
             note_reached()  # no backward can start here
 
     handles = [
-        module.register_forward_pre_hook(before, prepend=True),
-        module.register_forward_hook(after, always_call=True),
+        module.register_forward_pre_hook(ModuleHook(before), prepend=True),
+        module.register_forward_hook(ModuleHook(after), always_call=True),
     ]
     return handles, outside.make_call(module, before, after)
 

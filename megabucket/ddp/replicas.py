@@ -195,4 +195,5 @@ def _compare(
     others = f" and {len(differing) - 1} more parameters" if len(differing) > 1 else ""
     by_rank = [int.from_bytes(answer, "little") for answer in answers]
     ranks = [communicator.number_of(rank) for rank in range(communicator.size)]
-    return ReplicasDivergedError(step=step, what=f"the bits of {name}{others} (CRC-32)", by_rank=by_rank, ranks=ranks)
+    what = f"the bits of {name}{others} (CRC-32)"
+    return ReplicasDivergedError(step=step, what=what, by_rank=by_rank, usual_cause="values", ranks=ranks)

@@ -34,7 +34,7 @@ from megabucket.ddp.groups import (
     identify,
 )
 from megabucket.ddp.guards import ModelWatch, PlainOptimizerGuard, moved_params
-from megabucket.ddp.hooks import backward_hooks_of, check_finish, refuse_in_backward, register_hooks
+from megabucket.ddp.hooks import ModuleHook, backward_hooks_of, check_finish, refuse_in_backward, register_hooks
 from megabucket.ddp.owners import OwnerGuard, find_owner
 from megabucket.ddp.param_gather import ParamGather
 from megabucket.ddp.step import GradSync
@@ -419,10 +419,10 @@ class Unwrapped(Detached):
         self.sync_before = sync
 
         def refuse(called: torch.nn.Module, _: Any) -> None:
-            if called is module:  # a deepcopy of the module shares the hook
+            if called is module:  # a shallow copy shares the hook
                 raise PhaseError(text)
 
-        self._handle = module.register_forward_pre_hook(refuse, prepend=True)
+        self._handle = module.register_forward_pre_hook(ModuleHook(refuse), prepend=True)
 
     def undo(self) -> None:
         """Allow calls of the module again. A second call does nothing."""

@@ -15,7 +15,9 @@ from megabucket.errors import ConfigError
 from megabucket.optim import DistributedOptimizer
 
 SHARDED = DistributedDataParallelConfig(use_distributed_optimizer=True)
-NO_CLIP_BY_VALUE = "gradients are clipped by norm only: no rank holds all values of a sharded gradient. Clip by norm instead."
+NO_CLIP_BY_VALUE = (
+    "gradients are clipped by norm only, sharded or not: of a sharded gradient no rank holds all values. Clip by norm instead."
+)
 
 
 def config_for(given: DistributedDataParallelConfig | None, scaler: object | None) -> DistributedDataParallelConfig:
@@ -76,7 +78,10 @@ def wrapper_of(
     for wrapper in wrappers:
         if isinstance(wrapper, DistributedDataParallel) and not params.isdisjoint(wrapper.param_names):
             return wrapper
-    raise ConfigError(f"the parameters of {type(optimizer).__name__} are in no module that was wrapped: {remedy}")
+    raise ConfigError(
+        f"the parameters of {type(optimizer).__name__} are in no module that was wrapped: {remedy} If that was done, the "
+        "module's parameters have been replaced since: make the optimizer from those of the module as it is wrapped."
+    )
 
 
 class FrameworkOptimizer(DistributedOptimizer):

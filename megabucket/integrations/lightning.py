@@ -69,8 +69,9 @@ class MegabucketStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         if len(self.optimizers) != 1:
             raise ConfigError(
-                f"configure_optimizers() gave {len(self.optimizers)} optimizers, and one steps on the shards of a module. Put "
-                "all parameters into groups of one optimizer."
+                f"configure_optimizers() gave {len(self.optimizers)} optimizers, and one steps on the shards of a module. If "
+                "they step together, make them groups of one. If each has a loss of its own, as in a GAN, use Fabric with "
+                "fabric.setup(module, optimizer) for each; or strategy='ddp'."
             )
         self.optimizers = [FrameworkOptimizer(self.optimizers[0], self.model)]
         # The trainer, self.clip_gradients and plugins clip through these two, which would clip by one rank's shards.

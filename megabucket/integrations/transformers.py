@@ -115,8 +115,8 @@ class MegabucketAccelerator(Accelerator):
                 left_out = len(optimizer.ddp.param_names.keys() - set(given))
                 if left_out:
                     raise ConfigError(
-                        f"clip_grad_norm_ got {len(given)} parameters, and {left_out} of the model are missing: a sharded "
-                        "optimizer has one norm. Pass model.parameters()."
+                        f"clip_grad_norm_ got {len(given)} parameters, and {left_out} of the model are missing: the optimizer "
+                        "has one norm over all, and a part cannot be clipped alone. Pass model.parameters()."
                     )
                 if not self.sync_gradients:
                     raise PhaseError("gradients are still accumulated: call clip_grad_norm_ if accelerator.sync_gradients.")

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from megabucket.comm import AllReduce
-from megabucket.errors import ConfigError
+from megabucket.errors import ConfigError, refuse_copies
 from megabucket.optim.distributed_optimizer import DistributedOptimizer
 
 _KEY: Final = "ema"
@@ -30,6 +30,11 @@ class ShardedEMA:
     Raises:
         ConfigError: ``decay`` is not between 0 and 1.
     """
+
+    __reduce_ex__ = refuse_copies(
+        "a {} cannot be copied or pickled: its average lies in the state of its optimizer, in shards. values() returns it "
+        "whole, and the optimizer's state_dict() and save_checkpoint() save it; call them on every rank."
+    )
 
     def __init__(self, optimizer: DistributedOptimizer, *, decay: float) -> None:
         if not 0 <= decay <= 1:

@@ -22,7 +22,7 @@ import torch
 from megabucket.ddp.fence import describe
 from megabucket.ddp.step import UPDATING, StepState
 from megabucket.errors import ConfigError
-from megabucket.optim.distributed_optimizer import DistributedOptimizer, StepResult
+from megabucket.optim.distributed_optimizer import NO_COPIES, DistributedOptimizer, StepResult
 from megabucket.optim.norm import check_norm_settings
 
 _FAILED: Final = (StepState.GIVING_UP, StepState.BROKEN)
@@ -48,6 +48,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = False
+    __reduce_ex__ = NO_COPIES
 
     def __init__(self, optimizers: Iterable[DistributedOptimizer], *, clip_grad: float = 0.0) -> None:
         # No super().__init__(): groups, state and hooks are those of the members.

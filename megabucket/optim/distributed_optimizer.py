@@ -18,7 +18,7 @@ from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.guards import check_learning_rates, read_hyperparameters
 from megabucket.ddp.hooks import refuse_in_backward
 from megabucket.ddp.step import REPORTED, UPDATING, StepState
-from megabucket.errors import ConfigError, PhaseError, UnreducedGradientsError, name_list
+from megabucket.errors import ConfigError, PhaseError, UnreducedGradientsError, name_list, refuse_copies
 from megabucket.optim.kernels import find_kernels
 from megabucket.optim.norm import GlobalNorm, check_norm_settings, clip_by_norm
 from megabucket.optim.shards import CHECK_AND_UNSCALE, MainShard, Sharding
@@ -32,6 +32,12 @@ _grad: Final = attrgetter("grad")
 _LOSS_SCALE: Final = "loss scale"
 _SWITCHES: Final = ("train", "eval")
 """Methods of schedule-free optimizers that write to the weights."""
+NO_COPIES: Final = refuse_copies(
+    "a {} cannot be copied or pickled: it steps on flat shards in the buffers of a wrapper, and a copy would update no module. "
+    "Save state_dict(), called on every rank, and load it with load_state_dict(); or call save_checkpoint(). Of what holds it, "
+    "such as a learning rate scheduler, save its own state_dict()."
+)
+"""``__reduce_ex__`` of optimizers. Torch would make a copy without the constructor and patch ``step`` of the class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +89,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # Torch's fused optimizers can unscale gradients in their kernel. Here all ranks agree before any rank steps.
     _step_supports_amp_scaling = False
+    __reduce_ex__ = NO_COPIES
 
     @torch.inference_mode(False)
     def __init__(
@@ -301,7 +308,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not self._has_changed_grads:
             self._changes = ()  # to gradients that were cleared since
         if sync.is_reduced and sync.state is not StepState.AGREED:
-            raise PhaseError("step() was called twice on the same gradients; run backward and zero_grad() between two steps.")
+            raise PhaseError(
+                "step() was called twice on the same gradients, or on those of a step that a loss scaler has skipped on all "
+                "ranks: no backward has run since. Run backward and zero_grad() between two steps; with a scaler call its "
+                "step()."
+            )
         try:
             if not self._is_sharded and sync.state is StepState.AGREED and not sync.skip_reason:
                 self._take_published_grads()
@@ -356,8 +367,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if grad is None:
                 raise PhaseError(
                     f"the gradient of {slot.name!r} was cleared between the gradient sync and step(). A DistributedOptimizer "
-                    "steps on flat shards and cannot skip single parameters. Zero the gradient in place, or use a plain "
-                    "torch optimizer, which skips parameters without a gradient."
+                    "steps on flat shards and cannot skip single parameters. To leave one out, zero its gradient in place, "
+                    "or use a plain torch optimizer, which skips parameters without a gradient. To clear all, call "
+                    "zero_grad() after step()."
                 )
             slot.in_buffer.copy_(grad)
             slot.publish()

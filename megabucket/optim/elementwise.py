@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from megabucket.errors import ConfigError
-from megabucket.optim.state_dict import is_per_element
+from megabucket.optim.state_dict import AS_PLAIN, is_per_element
 
 _KNOWN: Final = frozenset(
     {
@@ -62,7 +62,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(
             f"{kind}.step() requires a closure and calls it many times, and a DistributedOptimizer steps on one set of "
-            f"gradients, which all ranks have agreed on. Use {kind} as a plain optimizer with use_distributed_optimizer=False."
+            f"gradients, which all ranks have agreed on. Use {AS_PLAIN.format(kind)}"
         )
     if getattr(optimizer, "master_weights", None) is True:
         raise ConfigError(
@@ -76,9 +76,8 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     if reason:
         raise ConfigError(
             f"{kind} cannot step on flat shards cut across parameters, as a DistributedOptimizer does: {reason}. Use an "
-            f"elementwise optimizer (Adam, AdamW, SGD, Lion, ...), or {kind} as a plain optimizer with "
-            f"use_distributed_optimizer=False. If it does update each element by itself, declare it: "
-            f"optimizer.is_elementwise = True."
+            f"elementwise optimizer (Adam, AdamW, SGD, Lion, ...), or {AS_PLAIN.format(kind)} If it does update each element "
+            "by itself, declare it: optimizer.is_elementwise = True."
         )
 
 

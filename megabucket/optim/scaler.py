@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megabucket.errors import ConfigError, PhaseError
+from megabucket.errors import ConfigError, PhaseError, refuse_copies
 from megabucket.optim.distributed_optimizer import DistributedOptimizer, StepResult
 
 
@@ -25,6 +25,11 @@ class ConstantGradScaler:
     Raises:
         ConfigError: the scale is not a finite number > 0.
     """
+
+    __reduce_ex__ = refuse_copies(
+        "a {} cannot be copied or pickled: it remembers which optimizers have tested their gradients in this step. Make a new "
+        "one with the same arguments, and load_state_dict(scaler.state_dict()) into it."
+    )
 
     def __init__(self, initial_scale: float) -> None:
         _check(0 < initial_scale < math.inf, f"initial_scale must be a finite number > 0, got {initial_scale!r}")

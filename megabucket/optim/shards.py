@@ -12,6 +12,7 @@ import copy
 import math
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any, Final, NamedTuple
@@ -66,7 +67,10 @@ _NOT_IN_WRAPPER: Final = (
 )
 _IN_NO_GROUP: Final = (
     "trainable parameters of the wrapper are in no group of the optimizer and would never be updated",
-    "Add them with optimizer.add_param_group(), or freeze them with requires_grad_(False), before wrapping or ddp.rebuild().",
+    (
+        "Add them with optimizer.add_param_group(), also those of another optimizer, or freeze them with requires_grad_(False) "
+        "before wrapping or ddp.rebuild()."
+    ),
 )
 
 
@@ -387,6 +391,8 @@ class Sharding:
         stand_ins = [(shard.segment.group, shard.main) for shard in cut.shards]
         stand_ins += [(index, placeholder.main) for index, placeholder in placeholders.items()]
         self.members.replace(stand_ins, set(ddp.module.parameters()))
+        # Python copies and pickles an object by this method, also one that belongs to the object alone.
+        self._optimizer.__getstate__ = partial(_refuse_copies, weakref.ref(self), weakref.ref(self._optimizer))  # type: ignore[method-assign]
         staying = self._others()
         for key in [key for key in state if isinstance(key, torch.Tensor) and key not in staying]:
             del state[key]
@@ -434,6 +440,7 @@ class Sharding:
         self._main_values |= found.main_values
         self._dtypes |= found.dtypes
         self.members.restore()
+        vars(self._optimizer).pop("__getstate__", None)
         self.shards, self._buffers = [], []
         self.counted_grads.clear()
 
@@ -623,7 +630,9 @@ class Sharding:
         if self._ddp.param_and_grad_buffers is not self._buffers:
             raise PhaseError(
                 "the wrapper was rebuilt, but this optimizer was not: a later DistributedOptimizer has replaced it, and its "
-                "shards are no longer part of the module. Use the later one."
+                "shards are no longer part of the module. Use the later one. If there is none, before_rebuild() has put "
+                "whole parameters back: call ddp.rebuild() on every rank, or use the torch optimizer and the module after "
+                "ddp.detach()."
             )
         waiting = self.members.waiting()
         if waiting:
@@ -694,6 +703,14 @@ def _refuse_shards(reference: weakref.ref[Sharding], held: torch.optim.Optimizer
         rank = sharding._ddp.communicator.rank
         num_shards = sharding._buffers[0].layout.num_shards if sharding._is_sharded else 1
         raise CheckpointUnavailableError(optimizer=type(held).__name__, method=method, rank=rank, num_shards=num_shards)
+
+
+def _refuse_copies(sharding: weakref.ref[Sharding], of: weakref.ref[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Refuse to copy or pickle flat shards as the optimizer of a model."""
+    optimizer = of()
+    assert optimizer is not None  # noqa: S101 - for mypy: this is called for it
+    _refuse_shards(sharding, optimizer, "a copy or pickle")
+    return type(optimizer).__getstate__(optimizer)
 
 
 def _refuse_withheld_grads(optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -43,6 +43,12 @@ NUMBERS_OF: Final[Mapping[type[torch.optim.Optimizer], frozenset[str]]] = Mappin
 KNOWN_NUMBERS: Final = frozenset[str]().union(*NUMBERS_OF.values())
 """All of them. For a scalar parameter the shape of a value does not show whether it is one per element."""
 
+AS_PLAIN: Final = (
+    "{0} without a DistributedOptimizer around it, under use_distributed_optimizer=False; adapters for frameworks always "
+    "make a DistributedOptimizer, so there {0} needs the framework's own DDP."
+)
+"""How to use an optimizer that cannot step on flat tensors, whatever the config is now."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WholeState:
@@ -106,8 +112,8 @@ class StateCutter:
                 problem="the optimizer holds state that is neither one value per element nor one number per parameter, and "
                 "cannot be cut into flat shards",
                 params=misfits,
-                remedy="Use such an optimizer as a plain one with use_distributed_optimizer=False; or, where the parameter was "
-                "resized, drop its state (optimizer.state.pop(param)) to start anew.",
+                remedy="Where the parameter was resized, drop its state (optimizer.state.pop(param)) to start anew. Else use "
+                + AS_PLAIN.format("such an optimizer"),
             )
 
     def signature(self, name: str) -> tuple[str, ...]:
@@ -206,7 +212,7 @@ def _describe_entry(key: str, value: Any, shard: MainShard) -> StateEntry:
         problem="the optimizer holds, for a flat shard, state that is neither one value per element nor one number, so it "
         "cannot be split by parameter",
         params=[f"{key}: {found}"],
-        remedy="Use such an optimizer as a plain one with use_distributed_optimizer=False.",
+        remedy=f"Use {AS_PLAIN.format('such an optimizer')}",
     )
 
 
@@ -344,7 +350,7 @@ def merge_descriptions(answers: Iterable[Any]) -> dict[str, Description]:
     if differing:
         raise OptimizerParametersError(
             problem="ranks hold different numbers (step counts, say) or kinds of optimizer state for pieces of one parameter: "
-            "one of them has missed an update",
+            "one of them has missed an update, or its state was changed there alone",
             params=list(dict.fromkeys(differing)),
             remedy="Load the last checkpoint on every rank.",
         )

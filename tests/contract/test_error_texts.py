@@ -27,9 +27,9 @@ TEXTS = {
     ),
     "OptimizerParametersError": "something: 'a'. Do not.",
     "ProcessGroupMissingError": (
-        "this process is one of 2 (WORLD_SIZE=2) but torch.distributed is not initialized, so each of them would "
-        "train alone and the replicas would drift apart. Call torch.distributed.init_process_group() before "
-        "wrapping the module, or pass process_group=."
+        "this process is one of 2 (WORLD_SIZE=2) but torch.distributed is not initialized, so each of them would train alone "
+        "and the replicas would drift apart. Call torch.distributed.init_process_group() before wrapping the module, or pass "
+        "process_group=. If this process is to train alone, unset WORLD_SIZE."
     ),
     "RanksDisagreeError": "text",
     "LayoutMismatchError": (
@@ -39,8 +39,8 @@ TEXTS = {
     ),
     "CallMismatchError": (
         "step 3: ranks are in different calls: save() on rank 0; step() on rank 1. Each of them needs every rank: make it on "
-        "all, at the same place of the program (`if rank == 0:` around one is the usual cause). None of these calls "
-        "has done anything, and the next call of all ranks may run."
+        "all, at the same place of the program (usual causes: `if rank == 0:` around one, and an exception caught on one "
+        "rank). None of these calls has done anything, and the next call of all ranks may run."
     ),
     "StepMismatchError": (
         "step 3: dropped steps differ between ranks: 0 on rank 0; 1 on rank 1. Some rank has skipped or dropped a"
@@ -61,10 +61,10 @@ TEXTS = {
     ),
     "HyperparameterMismatchError": (
         "step 3: hyperparameters differ between ranks: lr of group 0 is 0.1 on rank 0; 0.2 on rank 1. Each rank would update "
-        "its shard differently, which gathered weights do not show. "
-        "Set them alike on every rank: look for a scheduler that follows a local loss, for scale_gradients() with a local "
-        "count, for an optimizer's checkpoint that was loaded on one rank only. No rank has updated. The step was dropped on "
-        "all ranks; its gradients are forgotten, and the next step may run."
+        "its shard differently, which gathered weights do not show. Set them alike on every rank: look for a scheduler that "
+        "follows a local loss, for scale_gradients() with a local count, for a loss scale or max_norm of one rank, for an "
+        "optimizer's checkpoint that was loaded on one rank only. No rank has updated. The step was dropped on all ranks; "
+        "its gradients are forgotten, and the next step may run."
     ),
     "ReplicasDivergedError": (
         "step 3: optimizer updates differ between ranks: 1 on rank 0; 0 on rank 1. The replicas do not hold the "
@@ -88,15 +88,16 @@ TEXTS = {
         "was dropped on all ranks; its gradients are forgotten, and the next step may run."
     ),
     "ConcurrentBackwardError": (
-        "[rank 1] thread 'second' runs a backward while one of thread 'first' is still running. Both add into the"
-        " same gradient buffer, so the sums would depend on timing. Run one backward at a time, for instance "
-        "under a lock, or give each thread a wrapper of its own."
+        "[rank 1] thread 'second' runs a backward while one of thread 'first' is still running. Both add into the same "
+        "gradient buffer, so the sums would depend on timing. Run one backward at a time: those of several threads under a "
+        "lock or with a wrapper each, one that begins inside another (in a hook) after it."
     ),
     "UnreducedGradientsError": (
-        "step() was called, but the gradients are not reduced: since the last step or zero_grad(), no backward has "
-        "run outside no_sync(), or finish_grad_sync() was not called where the config leaves that to the caller "
-        "(finish='explicit'). Run the last backward of the step outside no_sync(), or call finish_grad_sync() "
-        "yourself."
+        "step() was called, but the gradients are not reduced: since the last step or zero_grad(), no backward has run "
+        "outside no_sync(), or finish_grad_sync() was not called where the config leaves that to the caller "
+        "(finish='explicit'). Run the last backward of the step outside no_sync(), or call finish_grad_sync() yourself; "
+        "clear gradients after step(), not before. To step on the gradients of one rank alone (local SGD), use the module "
+        "without a wrapper."
     ),
     "UnusedParameterError": (
         "step 3: 'a' got no gradient on rank 1 of 3 ranks (first in bucket 0 of 2, counted from 0). They require "
@@ -154,20 +155,20 @@ TEXTS = {
         "wrap the module again, make the optimizer anew and load the last checkpoint."
     ),
     "ForkedProcessError": (
-        "[rank 1] backward in a forked child process. The threads of the process group exist in the parent only, "
-        "so this would wait for ever. Train in the process that wrapped the module; start helpers with the "
-        "'spawn' method, or let them work on a copy (copy.deepcopy(ddp.module))."
+        "[rank 1] backward in a forked child process. The threads of the process group exist in the parent only, so this "
+        "would wait for ever. Train in the process that wrapped the module; start helpers with the 'spawn' method, or let "
+        "them work on a copy that was made before the fork (copy.deepcopy(ddp.module))."
     ),
     "GroupDestroyedError": (
-        "[rank 1] backward, but the process group of the wrapper was destroyed, so nothing can be reduced any "
-        "more and this replica would go on alone. Call ddp.detach() and wrap the module again over a living "
-        "group."
+        "[rank 1] backward, but the process group of the wrapper was destroyed, so nothing can be reduced any more and this "
+        "replica would go on alone. Call ddp.detach() and wrap the module again over a living group; at the end of a program "
+        "call ddp.detach() before destroy_process_group()."
     ),
     "PlainOptimizerError": (
-        "[rank 1] AdamW.step() would update whole parameters ('a'), but use_distributed_optimizer=True reduce-"
-        "scatters the gradients: this rank holds the reduced values of its own shard only, and the replicas would"
-        " drift apart. Wrap the optimizer: megabucket.DistributedOptimizer(optimizer, ddp); or set "
-        "use_distributed_optimizer=False."
+        "[rank 1] AdamW.step() would update whole parameters ('a'), but use_distributed_optimizer=True reduce-scatters the "
+        "gradients: this rank holds the reduced values of its own shard only, and the replicas would drift apart. Wrap the "
+        "optimizer: megabucket.DistributedOptimizer(optimizer, ddp), one over all parameters of the wrapper, with groups in "
+        "place of several optimizers; or set use_distributed_optimizer=False."
     ),
     "CollectiveError": "text",
     "CheckpointError": "text",

@@ -307,7 +307,7 @@ def test_several_processes_without_a_process_group(monkeypatch):
     assert str(caught.value) == (
         "this process is one of 8 (WORLD_SIZE=8) but torch.distributed is not initialized, so each of them would train alone "
         "and the replicas would drift apart. Call torch.distributed.init_process_group() before wrapping the module, or pass "
-        "process_group=."
+        "process_group=. If this process is to train alone, unset WORLD_SIZE."
     )
     assert not hasattr(model.weight, "main_grad")
 

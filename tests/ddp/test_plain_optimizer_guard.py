@@ -33,8 +33,9 @@ def test_reduce_scattered_gradients_are_refused_with_the_way_out():
     assert str(error) == (
         "[rank 0] AdamW.step() would update whole parameters ('a', 'b', 'c', 'd', 'e' and 2 more), but "
         "use_distributed_optimizer=True reduce-scatters the gradients: this rank holds the reduced values of its own shard "
-        "only, and the replicas would drift apart. Wrap the optimizer: megabucket.DistributedOptimizer(optimizer, ddp); or "
-        "set use_distributed_optimizer=False."
+        "only, and the replicas would drift apart. Wrap the optimizer: megabucket.DistributedOptimizer(optimizer, ddp), one "
+        "over all parameters of the wrapper, with groups in place of several optimizers; or set "
+        "use_distributed_optimizer=False."
     )
     assert ddp.module.a[0].item() == 1.0  # nothing was updated
 
@@ -54,9 +55,11 @@ def test_local_gradients_are_refused_with_the_way_out():
 
     assert caught.value.rank == 0
     assert str(caught.value) == (
-        "step() was called, but the gradients are not reduced: since the last step or zero_grad(), no backward has run outside "
-        "no_sync(), or finish_grad_sync() was not called where the config leaves that to the caller (finish='explicit'). Run "
-        "the last backward of the step outside no_sync(), or call finish_grad_sync() yourself."
+        "step() was called, but the gradients are not reduced: since the last step or zero_grad(), no backward has run "
+        "outside no_sync(), or finish_grad_sync() was not called where the config leaves that to the caller "
+        "(finish='explicit'). Run the last backward of the step outside no_sync(), or call finish_grad_sync() yourself; "
+        "clear gradients after step(), not before. To step on the gradients of one rank alone (local SGD), use the module "
+        "without a wrapper."
     )
     assert ddp.module.a[0].item() == 1.0
 

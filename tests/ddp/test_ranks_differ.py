@@ -26,7 +26,7 @@ from megabucket.errors import (
 MODES = pytest.mark.parametrize("sharded", [False, True], ids=["all_reduce", "reduce_scatter"])
 SAME = (
     "Set them alike on every rank: look for a scheduler that follows a local loss, for scale_gradients() with a local count, "
-    "for an optimizer's checkpoint that was loaded on one rank only."
+    "for a loss scale or max_norm of one rank, for an optimizer's checkpoint that was loaded on one rank only."
 )
 DROPPED = "The step was dropped on all ranks; its gradients are forgotten, and the next step may run."
 

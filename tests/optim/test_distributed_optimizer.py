@@ -531,7 +531,9 @@ class TestRefusedSteps:
         assert str(caught.value) == (
             "step() was called, but the gradients are not reduced: since the last step or zero_grad(), no backward has run "
             "outside no_sync(), or finish_grad_sync() was not called where the config leaves that to the caller "
-            "(finish='explicit'). Run the last backward of the step outside no_sync(), or call finish_grad_sync() yourself."
+            "(finish='explicit'). Run the last backward of the step outside no_sync(), or call finish_grad_sync() yourself; "
+            "clear gradients after step(), not before. To step on the gradients of one rank alone (local SGD), use the "
+            "module without a wrapper."
         )
 
     @MODES
@@ -679,8 +681,9 @@ class TestRefusedOptimizers:
             "update of one element depends on others (a parameter of shape (12,) becomes another when it is cut over 1 rank: "
         )
         assert text.endswith(
-            "Use an elementwise optimizer (Adam, AdamW, SGD, Lion, ...), or Adafactor as a plain optimizer with "
-            "use_distributed_optimizer=False. If it does update each element by itself, declare it: "
+            "Use an elementwise optimizer (Adam, AdamW, SGD, Lion, ...), or Adafactor without a DistributedOptimizer around "
+            "it, under use_distributed_optimizer=False; adapters for frameworks always make a DistributedOptimizer, so there "
+            "Adafactor needs the framework's own DDP. If it does update each element by itself, declare it: "
             "optimizer.is_elementwise = True."
         )
 
@@ -698,7 +701,8 @@ class TestRefusedOptimizers:
     def test_one_that_leaves_a_trainable_parameter_out(self):
         assert self.refusal(OptimizerParametersError, lambda ddp: torch.optim.SGD([ddp.module.a], lr=1.0)) == (
             "trainable parameters of the wrapper are in no group of the optimizer and would never be updated: 'b'. Add them "
-            "with optimizer.add_param_group(), or freeze them with requires_grad_(False), before wrapping or ddp.rebuild()."
+            "with optimizer.add_param_group(), also those of another optimizer, or freeze them with requires_grad_(False) "
+            "before wrapping or ddp.rebuild()."
         )
 
     def test_one_with_the_same_parameter_twice(self):

@@ -495,9 +495,10 @@ class TestMovedModules:
             ddp.rebuild()
         assert str(caught.value) == (
             "the optimizer holds state that is neither one value per element nor one number per parameter, and cannot be cut "
-            "into flat shards: 'exp_avg of a: shape (100,) for (150,)', 'exp_avg_sq of a: shape (100,) for (150,)'. Use such "
-            "an optimizer as a plain one with use_distributed_optimizer=False; or, where the parameter was resized, drop its "
-            "state (optimizer.state.pop(param)) to start anew."
+            "into flat shards: 'exp_avg of a: shape (100,) for (150,)', 'exp_avg_sq of a: shape (100,) for (150,)'. Where "
+            "the parameter was resized, drop its state (optimizer.state.pop(param)) to start anew. Else use such an "
+            "optimizer without a DistributedOptimizer around it, under use_distributed_optimizer=False; adapters for "
+            "frameworks always make a DistributedOptimizer, so there such an optimizer needs the framework's own DDP."
         )
         optimizer.state.pop(model.a)
         ddp.rebuild()
@@ -578,8 +579,8 @@ class TestFailures:
         for text, in_between, model in run_ranks(2, play, sharded=sharded, names="abcd"):
             assert text == (
                 "trainable parameters of the wrapper are in no group of the optimizer and would never be updated: 'e'. Add "
-                "them with optimizer.add_param_group(), or freeze them with requires_grad_(False), before wrapping or "
-                "ddp.rebuild()."
+                "them with optimizer.add_param_group(), also those of another optimizer, or freeze them with "
+                "requires_grad_(False) before wrapping or ddp.rebuild()."
             )
             assert {words.partition(" The error was ")[2] for words in in_between} == {f"OptimizerParametersError: {text}"}
             assert_like(oracle, model)
@@ -865,8 +866,9 @@ class TestWithoutDistributedOptimizer:
         ddp(factors_of(0, 0)).backward()
 
         assert text_of(PhaseError, first.step) == (
-            "the wrapper was rebuilt, but this optimizer was not: a later DistributedOptimizer has replaced it, and its shards "
-            "are no longer part of the module. Use the later one."
+            "the wrapper was rebuilt, but this optimizer was not: a later DistributedOptimizer has replaced it, and its "
+            "shards are no longer part of the module. Use the later one. If there is none, before_rebuild() has put whole "
+            "parameters back: call ddp.rebuild() on every rank, or use the torch optimizer and the module after ddp.detach()."
         )
         assert second.step().updated
 

@@ -204,8 +204,8 @@ class TestExamples:
 
 
 DIFFERENT_NUMBERS = (
-    "ranks hold different numbers (step counts, say) or kinds of optimizer state for pieces of one parameter: one of them has "
-    "missed an update: 'a'. Load the last checkpoint on every rank."
+    "ranks hold different numbers (step counts, say) or kinds of optimizer state for pieces of one parameter: one of them "
+    "has missed an update, or its state was changed there alone: 'a'. Load the last checkpoint on every rank."
 )
 
 

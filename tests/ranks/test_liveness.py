@@ -562,7 +562,7 @@ def test_a_forked_child_is_refused_and_its_parent_goes_on():
     )
     remedy = (
         "Train in the process that wrapped the module; start helpers with the 'spawn' method, or let them work on a copy "
-        "(copy.deepcopy(ddp.module))."
+        "that was made before the fork (copy.deepcopy(ddp.module))."
     )
     launched, waited = "bucket 2 was launched", "bucket 2 was waited for"
     assert texts[0] == [f"[rank 0] {launched}{what}{remedy}", f"[rank 0] {waited}{what}{remedy}"]
@@ -591,7 +591,8 @@ def test_a_destroyed_group_is_refused_also_when_there_is_another_default_group_b
 
     text = (
         "[rank 0] bucket 2 was launched, but the process group of the wrapper was destroyed, so nothing can be reduced any "
-        "more and this replica would go on alone. Call ddp.detach() and wrap the module again over a living group."
+        "more and this replica would go on alone. Call ddp.detach() and wrap the module again over a living group; at the "
+        "end of a program call ddp.detach() before destroy_process_group()."
     )
     assert texts[0] == [text] * 4
     assert len(texts[1]) == 4
