@@ -285,6 +285,8 @@ class Heartbeat:
         # SimpleQueue, because the garbage collector may close a communicator at any moment, even in this thread: its put
         # must not need a lock that the interrupted code holds.
         self._mailbox: queue.SimpleQueue[_Request] = queue.SimpleQueue()
+        self._kept: list[object] = []
+        self._has_left = threading.Event()
         is_ready = threading.Event()
         # In a list that the thread empties: a thread keeps its arguments alive, and a program that destroys the group of a
         # TCP store may want to listen on the same port again.
@@ -317,16 +319,22 @@ class Heartbeat:
                 return self.view
         return None
 
-    def stop(self) -> None:
+    def stop(self, *, kept: Sequence[object] = ()) -> None:
         """Write a final beat and stop the thread. Waits up to a second, in case the store does not answer.
 
         A daemon thread that returns from C++ after the interpreter has ended aborts the process, so this runs at exit.
+
+        Args:
+            kept: objects that the end of the program must not drop. The thread then sleeps for ever, with them in its frame.
         """
         self.is_stopped = True
+        self._kept.extend(kept)
         self._mailbox.put(_LEAVE)
         # In a forked child, which has no such thread, join returns at once.
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self._thread and not kept:
             self._thread.join(_JOIN_S)
+        elif self._thread.is_alive():
+            self._has_left.wait(_JOIN_S)
 
     # In the thread #
 
@@ -339,6 +347,10 @@ class Heartbeat:
             # that there are no answers.
             self.failure = f"{type(error).__name__}: {error}"
             is_ready.set()
+        kept = self._kept.copy()
+        self._has_left.set()
+        if kept:
+            threading.Event().wait()
 
     def _serve(self, connection: _StoreConnection, is_ready: threading.Event) -> None:
         # Several wrappers may share a group. All ranks make them in the same order.

@@ -8,7 +8,6 @@ this file.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import itertools
 import operator
 import os
@@ -333,9 +332,9 @@ class Link:
         """End the threads and groups. Also called when the communicator is collected, and at the end of the program."""
         self.worker.end(_JOIN_S)
         if self.watch is not None:
-            self.watch.heartbeat.stop()
-        if self.num_open and _is_failing(self.progress):
-            _leak(self.own_groups)
+            # The destructor of a group with unfinished collectives waits for the other ranks.
+            is_left = self.num_open and _is_failing(self.progress)
+            self.watch.heartbeat.stop(kept=self.own_groups if is_left else ())
         self.own_groups = []
 
 
@@ -343,12 +342,6 @@ def _is_failing(progress: Progress) -> bool:
     """Return whether an exception ends the program of this rank, which then waits for no other rank."""
     is_ending = sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None
     return is_ending or progress.awaits_answer
-
-
-def _leak(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Let groups live until the process ends: the destructor of one with unfinished collectives waits for the other ranks."""
-    for group in groups:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _lose(groups: Sequence[dist.ProcessGroup], is_aborted: threading.Event) -> None:
