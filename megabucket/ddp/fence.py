@@ -39,6 +39,8 @@ _DIFFERENCES_SHOWN: Final = 5
 _MOST_SPEAKERS: Final = 8  # every rank receives the texts of all speakers, each perhaps megabytes long
 _STOP_IS_WANTED, _IS_BROKEN = 1, 2  # a problem hides a request to stop, which the next fence repeats
 _SCALE: Final = "scale_gradients()"
+STEP_BEFORE: Final = "the step before"
+"""Phase of a step that is given up because its batch was used in the step before."""
 _BEFORE_BACKWARD: Final = ("forward", "abort_step()")  # phases of a failed step whose forwards have no backward
 
 Entry = tuple[object, ...]
@@ -59,8 +61,10 @@ class Report:
     """The user's number of the step; -1: none."""
     num_microbatches: int = 0
     num_skipped_forwards: int = 0
-    num_forwards: int = 0
-    """Training forwards since the last agreement, skipped ones included."""
+    most_open_forwards: int = 0
+    """Most training forwards at one time, since the last agreement, that waited for a backward."""
+    failed_before_backward: bool = False
+    """Whether this rank has failed in the step where forwards of it were open."""
     num_dropped_steps: int = 0
     num_updates: int = 0
     """Optimizer steps since the last agreement."""
@@ -176,7 +180,9 @@ class StepCounters:
         self._generation = 0  # increases with each dropped step, whose forwards no longer count
         self._updates: list[Hyperparameters] = []
         self._grad_scale = 1.0  # product of the factors of scale_gradients()
-        self._num_loads = self._num_dropped_steps = self._num_forwards = 0
+        self._num_loads = self._num_dropped_steps = self._most_open_forwards = 0
+        self.failed_before_backward = False
+        """See ``Report``."""
         self._missed_update = ""
         self.step_number = -1
         """The user's number of the step; -1: none."""
@@ -203,7 +209,7 @@ class StepCounters:
     def note_forward(self) -> None:
         """Count a training forward that begins."""
         self.num_open_forwards += 1
-        self._num_forwards += 1
+        self._most_open_forwards = max(self._most_open_forwards, self.num_open_forwards)
 
     def reached_forward(self) -> Callable[[], None]:
         """Return a callback for when a backward reaches the forward that has just ended; later calls do nothing."""
@@ -217,9 +223,15 @@ class StepCounters:
 
         return note_reached
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank has failed in this step."""
+        return "failure" in self.problems and self.problems["failure"].fields["phase"] != STEP_BEFORE
+
     def note_failure(self, phase: str, cause: str, *, is_certain: bool = False) -> None:
         """Note why this rank cannot finish the step. The first cause is kept, unless a later one is certain."""
         problem = Problem(errors.PeerFailedError.__name__, {"phase": phase, "cause": cause})
+        self.failed_before_backward |= phase in _BEFORE_BACKWARD
         if is_certain or "failure" not in self.problems:
             self.problems["failure"] = problem
 
@@ -288,7 +300,8 @@ class StepCounters:
         return Report(
             self._rank,
             problems=tuple(self.problems.values()),
-            num_forwards=self._num_forwards,
+            most_open_forwards=self._most_open_forwards,
+            failed_before_backward=self.failed_before_backward,
             missed_update=self._missed_update,
             fingerprint=_fingerprint(compared),
             **compared,
@@ -317,7 +330,8 @@ class StepCounters:
             is_over: whether the step was dropped; then its open forwards no longer count.
         """
         self.num_microbatches = self.num_updates = self._num_loads = 0
-        self._num_dropped_steps = self._num_forwards = 0
+        self._num_dropped_steps = self._most_open_forwards = 0
+        self.failed_before_backward = False
         self.kept, self._grad_scale, self._missed_update = (), 1.0, ""
         self._updates.clear()
         self.problems.clear()
@@ -451,13 +465,28 @@ class Fence:
         if is_alike and isinstance(failure, MegabucketError):
             return failure, ()  # all ranks have failed alike
         failed = Problem(errors.PeerFailedError.__name__, {"phase": _phase_of(label), "cause": text})
+        if isinstance(failure, _FOUND_TOGETHER):
+            failed = Problem(type(failure).__name__, {})
         problems = (failed,) if failure is not None else ()
         reports = self._exchange_reports(self.counters.call_report(label, problems, fingerprint))
+        if (told := self._told_in(label, reports, failure)) is not None:
+            return told, reports
         error = resolve_error(step, self._num_buckets, reports)
         if error is None:
             lines = [" ".join(map(str, entry)) for entry in entries]
             error = agree_on_difference(self._communicator, reports, lines, device=self._device, label=label)
         return error, reports
+
+    def _told_in(self, label: str, reports: Sequence[Report], failure: Exception | None) -> MegabucketError | None:
+        """Return what the ranks of one group have found; the first rank with a finding tells it. Alike on all ranks."""
+        kinds = {kind.__name__: kind for kind in _FOUND_TOGETHER}
+        found = [(one.rank, kinds[problem.kind]) for one in reports for problem in one.problems if problem.kind in kinds]
+        if not found or any(report.doing != label for report in reports):
+            return None
+        rank, kind = found[0]
+        payload = json.dumps(failure.__dict__ if isinstance(failure, _FOUND_TOGETHER) else {}).encode()
+        texts = exchange(self._communicator, payload, speakers=[rank], device=self._device, label=f"{label} texts")
+        return kind(**json.loads(texts[0]))
 
 
 _END_KIND: Final = 1
@@ -489,6 +518,8 @@ _COMPARED: Final[tuple[tuple[str, type[MegabucketError], str], ...]] = (
     ("is_committing", errors.ScheduleMismatchError, "finish_grad_sync() before the optimizer step (0: called)"),
     ("force_all_reduce", errors.ScheduleMismatchError, "force_all_reduce"),
 )
+_FOUND_TOGETHER: Final = (errors.LayoutMismatchError, errors.ReplicasDivergedError)
+"""Differences between the ranks of one group, which the ranks of other groups raise as well."""
 _FIRST_KINDS: Final = (
     errors.PeerFailedError,
     errors.StorageMovedError,
@@ -532,19 +563,16 @@ def _errors(step: int, num_buckets: int, reports: Sequence[Report]) -> Iterator[
 def num_steps_ahead(reports: Sequence[Report], *, rank: int) -> int:
     """Return how many more steps than the other ranks this rank has begun since the last agreement.
 
-    A step that failed between forward and backward leaves the forwards of one backward without it; their number shows on a
-    rank without such a failure. The user's step numbers, if there are any, have to agree.
+    A step that failed between forward and backward leaves some forwards without a backward: one, or as many as a rank without
+    such a failure has had open at a time. The user's step numbers, if there are any, have to agree.
     """
     if not all(report.ends_step for report in reports):
         return 0
     own = next(report for report in reports if report.rank == rank)
     least = min(reports, key=lambda report: report.num_skipped_forwards)
-    num_reached = least.num_forwards - least.num_skipped_forwards
-    num_per_backward = max(num_reached // max(least.num_microbatches, 1), 1)
-    num_more = own.num_skipped_forwards - least.num_skipped_forwards
-    if any(fields["phase"] in _BEFORE_BACKWARD for _, fields in _problems_of([own], errors.PeerFailedError)):
-        num_more -= num_per_backward  # those of this step, which has failed as well
-    num_ahead = max(-(-num_more // num_per_backward), 0)
+    num_per_step = max(least.most_open_forwards - least.num_skipped_forwards, 1)
+    num_more = own.num_skipped_forwards - least.num_skipped_forwards - num_per_step * own.failed_before_backward
+    num_ahead = max(-(-num_more // num_per_step), 0)
     first = min(report.step_number for report in reports)
     return num_ahead if first < 0 else min(num_ahead, own.step_number - first)
 

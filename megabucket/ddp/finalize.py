@@ -45,6 +45,7 @@ def finalize_grads(
         LayoutMismatchError: tokens are given on some ranks only.
         MegabucketError: the step is not whole on some rank; all ranks raise the same error.
     """
+    tokens: float | None = None
     wrappers = [chunks] if isinstance(chunks, DistributedDataParallel) else list(chunks)
     for ddp in wrappers:
         ddp.start_grad_sync()
@@ -58,14 +59,14 @@ def finalize_grads(
                         "finalize_grads() got num_tokens, but grad_reduction='mean' has divided the gradients by the number of "
                         "ranks: they would be divided twice. Set grad_reduction='sum', and let the loss be a sum over tokens."
                     )
-                num_tokens = _checked(num_tokens, ddp)
+                tokens = _checked(num_tokens, ddp)
     for ddp in wrappers:
         if not ddp.sync.skip_reason:
             with ddp.sync.failing_on_all_ranks("finalize_grads()", UPDATING):
                 _sum_over_copies(ddp)
-    if num_tokens is not None and wrappers:
+    if tokens is not None:
         with wrappers[0].sync.failing_on_all_ranks("finalize_grads()", UPDATING):
-            total = _total_tokens(wrappers[0], num_tokens)
+            total = _total_tokens(wrappers[0], tokens)
         for ddp in wrappers:
             ddp.scale_gradients(1.0 / max(total, 1.0))
 
@@ -79,13 +80,13 @@ def _checked(num_tokens: object, ddp: DistributedDataParallel) -> float:
     number: object = num_tokens
     if isinstance(num_tokens, torch.Tensor) and num_tokens.numel() == 1 and not num_tokens.is_complex():
         number = ddp.communicator.read(num_tokens, label="tokens").item()
-    if not isinstance(number, Real) or not 0 <= number < math.inf:
-        shown = f"a tensor of shape {tuple(number.shape)}" if isinstance(number, torch.Tensor) else repr(number)
-        raise ConfigError(
-            f"num_tokens must be a finite number >= 0, or a tensor of one element, got {shown}: gradients would be divided by "
-            "the sum of it over the ranks. Count the tokens of all microbatches of the step on this rank, as one number."
-        )
-    return float(number)
+    if isinstance(number, Real) and 0 <= (found := float(number)) < math.inf:
+        return found
+    shown = f"a tensor of shape {tuple(number.shape)}" if isinstance(number, torch.Tensor) else repr(number)
+    raise ConfigError(
+        f"num_tokens must be a finite number >= 0, or a tensor of one element, got {shown}: gradients would be divided by "
+        "the sum of it over the ranks. Count the tokens of all microbatches of the step on this rank, as one number."
+    )
 
 
 def _sum_over_copies(ddp: DistributedDataParallel) -> None:

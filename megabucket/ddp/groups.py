@@ -233,7 +233,7 @@ class RankGroups:
         error, reports = fence.call(label, call.entries, failure, step=step)
         if error is not None or not by_group:
             return error, reports
-        found: MegabucketError | None = None
+        found: Exception | None = None
         inner: list[tuple[str, Communicator, Sequence[Entry]]] = [
             (f"{prefix}the group {name!r}", communicator, [*by_group.get(name, ()), *place])
             for name, group in self.by_name.items()
@@ -247,8 +247,8 @@ class RankGroups:
             if isinstance(error, LayoutMismatchError):
                 error = error.inside(name, list(map(communicator.number_of, range(communicator.size))))
             found = found or error
-        error, _ = fence.call(label, [], found, step=step)
-        return found or error, ()
+        error, _ = fence.call(label, [], found, step=step)  # the same on all ranks, that of the first rank with one
+        return error, ()
 
 
 def copies_key(along: str) -> str:

@@ -44,7 +44,7 @@ import torch
 from megabucket.buffer import GradPhase, _ParamAndGradBucketGroup
 from megabucket.buffer.finite import FiniteTest, any_beyond
 from megabucket.config.resolve import StepPolicy
-from megabucket.ddp.fence import Call, Fence, Report, describe, num_steps_ahead, opening, resolve_error
+from megabucket.ddp.fence import STEP_BEFORE, Call, Fence, Report, describe, num_steps_ahead, opening, resolve_error
 from megabucket.ddp.groups import RankGroups
 from megabucket.ddp.guards import ModelWatch, Problem
 from megabucket.ddp.hooks import BackwardWatch, refuse_in_backward
@@ -628,7 +628,7 @@ class GradSync:
         """
         if self._num_steps_ahead:
             self._num_steps_ahead -= 1
-            self.fail("the step before", "a forward there had no backward, so its batch of this step was used in that one")
+            self.fail(STEP_BEFORE, "a forward there had no backward, so its batch of this step was used in that one")
 
     def _drop(self, error: MegabucketError | None, *, takes_part: bool = False, is_counted: bool = False) -> None:
         """Forget a step together with all ranks.
@@ -1025,12 +1025,14 @@ class GradSync:
         elif self.state is not StepState.LAUNCHING or not isinstance(error, UnreducedGradientsError):
             self.fail("optimizer.step()", error)  # ranks that did run their last backward are waiting
 
-    def give_up_update(self, cause: str, *, is_agreed: bool) -> None:
+    def give_up_update(self, cause: str, *, is_agreed: bool, has_failed: bool = False) -> None:
         """Skip the update because another wrapper, which updates together with this one, skips its own.
 
         Args:
             is_agreed: whether all ranks have agreed on these gradients and skip the update as well.
+            has_failed: whether the other one has failed on this rank, so that open forwards of this one are of the step.
         """
+        self.counters.failed_before_backward |= has_failed
         if self.state is StepState.AGREED and not self.updates_jointly:
             self.counters.note_missed_update(cause)
         elif not is_agreed:

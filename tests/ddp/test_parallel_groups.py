@@ -224,15 +224,14 @@ def test_a_replica_of_an_expert_that_differs_is_named_by_its_rank_among_all():
         world.models[3].expert[0].weight[0, 0] += 1.0
 
     def program(rank):
-        with pytest.raises(PeerFailedError) as caught:
+        with pytest.raises(ReplicasDivergedError) as caught:
             world.ddps[rank].check_replicas()
         return caught.value
 
     errors = world.run(program)
-    causes = [error.__cause__ for error in errors]
-    assert [type(cause) for cause in causes] == [type(None), ReplicasDivergedError] * 2
-    assert causes[1].ranks == causes[3].ranks == (1, 3)
-    assert all(re.search(r"'expert.0.weight'.*: \d+ on rank 1; \d+ on rank 3", str(error)) for error in errors)
+    assert {error.ranks for error in errors} == {(1, 3)}
+    (text,) = set(map(str, errors))
+    assert re.search(r"'expert.0.weight'.*: \d+ on rank 1; \d+ on rank 3", text)
 
 
 @pytest.mark.parametrize(
@@ -280,8 +279,9 @@ def test_another_expert_on_one_rank_of_a_group_is_named_on_all_ranks():
         DistributedDataParallel(model, groups={"dense": world.communicator(rank), "expert": experts[rank % 2][rank]})
 
     errors = wrap_error(world, wrap)
-    assert [type(error) for error in errors] == [PeerFailedError, LayoutMismatchError] * 2
-    assert all("rank 1 has expert.0.weight (10, 10) float32, rank 3 has expert.weight" in str(error) for error in errors)
+    assert [type(error) for error in errors] == [LayoutMismatchError] * 4
+    (text,) = set(map(str, errors))
+    assert "rank 1 has expert.0.weight (10, 10) float32, rank 3 has expert.weight" in text
 
 
 @pytest.mark.parametrize(
@@ -605,10 +605,8 @@ def test_a_group_that_joins_ranks_with_different_experts_is_named_with_its_ranks
     errors = errors_of_wrong_expert_ranks([[0, 1], [2, 3]])
 
     assert [type(error) for error in errors] == [LayoutMismatchError] * 4
-    assert [(error.group, error.ranks) for error in errors[::2]] == [
-        ("the group 'expert'", (0, 1)),
-        ("the group 'expert'", (2, 3)),
-    ]
+    assert {(error.group, error.ranks) for error in errors} == {("the group 'expert'", (0, 1))}
+    assert len(set(map(str, errors))) == 1
     assert "is not the same on the ranks that the group 'expert' joins (ranks 0, 1): " in str(errors[0])
     assert "experts.0.expert.0.weight" in str(errors[0])
     assert "experts.1.expert.0.weight" in str(errors[0])
