@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .acts import Acts, make_step
-from .model import FaultModel
+from .model import EXPERT, FaultModel
 
 if TYPE_CHECKING:
     from .oracle import Oracle
 
 HEALTHY_STEPS = 2
 """Steps before the first fault."""
-STEPS_AFTER = 3
-"""Steps of a cell from the fault on, without it."""
+STEPS_AFTER = 6
+"""Steps behind the step of the fault. Its error may come one step later; five more are compared after that."""
 BOOM = "boom on purpose"
 
 
@@ -29,6 +29,20 @@ class Mode(str, enum.Enum):
 
     ALL_REDUCE = "all-reduce"
     REDUCE_SCATTER = "reduce-scatter"
+
+
+class Form(str, enum.Enum):
+    """How the program is built. All but the first use the ``DistributedOptimizer`` in both modes."""
+
+    PLAIN = ""  # one wrapper, one group, and with all-reduce a plain optimizer
+    GROUPS = "groups"  # the last layer is an expert, which every second rank holds
+    REPLICAS = "replicas"  # sharded over pairs, replicated across them
+    COPIES = "copies"  # pairs of tensor-parallel ranks hold copies of all parameters; the norm is taken over all ranks
+    CHAINED = "chained"  # a wrapper around each half of the model, and a ChainedOptimizer
+    SCALER = "scaler"  # with DynamicGradScaler
+    AMP = "amp"  # with torch.amp.GradScaler
+    CLOSURE = "closure"  # forward and backward run in the closure of step()
+    DELAYED = "delayed"  # the gradient of one weight comes after backward, by grad_ready()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +54,25 @@ class Combo:
     num_ranks: int
     is_explicit: bool = False
     """Whether the loop calls ``finish_grad_sync()`` itself (``finish="explicit"``)."""
+    form: Form = Form.PLAIN
 
     @property
     def is_sharded(self) -> bool:
         """Whether gradients are reduce-scattered."""
         return self.mode is Mode.REDUCE_SCATTER
+
+    @property
+    def has_own_optimizer(self) -> bool:
+        """Whether the loop steps a ``DistributedOptimizer``."""
+        return self.is_sharded or self.form is not Form.PLAIN
+
+    def data_rank(self, rank: int) -> int:
+        """Return whose batches a rank reads: tensor-parallel ranks read the same ones."""
+        return rank // 2 if self.form is Form.COPIES else rank
+
+    def holds_same(self, rank: int, other: int, param: str) -> bool:
+        """Return whether two ranks hold the same parameter of that name."""
+        return self.form is not Form.GROUPS or not param.startswith(EXPERT) or rank % 2 == other % 2
 
     @property
     def waits_in_step(self) -> bool:
@@ -53,7 +81,8 @@ class Combo:
 
     def __str__(self) -> str:
         overlap = "overlap" if self.overlaps else "no-overlap"
-        return f"{self.mode.value}/{overlap}/{self.num_ranks}" + "/explicit" * self.is_explicit
+        form = f"/{self.form.value}" if self.form.value else ""
+        return f"{self.mode.value}/{overlap}/{self.num_ranks}{form}" + "/explicit" * self.is_explicit
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +138,7 @@ class Expectation:
     """What must be seen on the ranks.
 
     Attributes:
-        errors: classes of which every live rank must raise the same one.
+        errors: classes of which every live rank must raise one; that of a base class stands for all that are derived from it.
         fields: attributes of the error; ``AnyOf`` for one of several values.
         texts: what the text must contain.
         own_error: what the rank at fault may show instead, for instance its own exception; an empty one is no error.
@@ -240,7 +269,9 @@ class Fault:
         config: fields of the config of every rank.
         own_config: of the ranks at fault, besides.
         build: makes the model; ``own_build`` that of the ranks at fault.
-        before_wrap: called on every rank with its ``send``.
+        before_wrap: called on the ranks at fault with their ``send``.
+        around: called with the new wrapper; what it raises is an error of wrapping.
+        ends: how the program of a rank at fault ends after its error: nothing is called any more.
     """
 
     expect: Expectation = RIGHT
@@ -255,6 +286,8 @@ class Fault:
     build: Callable[[], FaultModel] = FaultModel
     own_build: Callable[[], FaultModel] | None = None
     before_wrap: Callable[[int, Callable[..., None]], None] | None = None
+    around: Callable[[Any], object] | None = None
+    ends: Callable[[Here], object] | None = None
     wraps_twice: bool = False
     uses_block: bool = False
     group_timeout_s: float = 12.0
@@ -289,6 +322,23 @@ FEW = (Combo(Mode.ALL_REDUCE, True, 2), Combo(Mode.ALL_REDUCE, False, 3), Combo(
 SHARDED = tuple(combo for combo in EVERY if combo.is_sharded)
 EXPLICIT = tuple(Combo(mode, True, 2, is_explicit=True) for mode in Mode)
 TWO = (Combo(Mode.ALL_REDUCE, True, 2), Combo(Mode.REDUCE_SCATTER, True, 2))
+
+
+def in_forms(*forms: Form) -> tuple[Combo, ...]:
+    """Return each form in each mode that it has. Some are about groups among four ranks."""
+    combos = []
+    for form in forms or tuple(Form)[1:]:
+        num_ranks = 4 if form in (Form.GROUPS, Form.REPLICAS, Form.COPIES) else 2
+        for mode in Mode:
+            is_explicit = form is Form.DELAYED and mode is Mode.ALL_REDUCE  # which such gradients need there
+            if not (form is Form.REPLICAS and mode is Mode.ALL_REDUCE):
+                combos.append(Combo(mode, True, num_ranks, is_explicit, form))
+    return tuple(combos)
+
+
+FORMS = in_forms()
+GRIDS = in_forms(Form.GROUPS, Form.REPLICAS, Form.COPIES)
+SCALED = in_forms(Form.SCALER, Form.AMP)
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,7 +154,7 @@ _EXPECTED: dict[int, dict[str, torch.Tensor]] = {}
 def expected_weights(size: int) -> dict[str, torch.Tensor]:
     """Return the weights after all batches."""
     if size not in _EXPECTED:
-        oracle = Oracle(FaultModel(), seed=0, num_ranks=size)
+        oracle = Oracle(FaultModel(), Combo(Mode.ALL_REDUCE, True, size), 0, seed=0)
         for batch in (0, *BATCHES):
             oracle.compute([make_step(batch)] * size)
             oracle.update()

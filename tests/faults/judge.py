@@ -25,6 +25,7 @@ class Name(str, enum.Enum):
     NAMED = "named, next step right"
     BROKEN = "named, broken on all"
     WRONG = "wrong"  # an error, but another one, or not on all ranks, not alike, not in time; or what follows is wrong
+    APART = "a batch apart"  # ranks updated on batches of different steps, whatever each of them has raised or compared
     SILENT = "silent"  # some rank had a wrong gradient or weight without an error in that step
     HUNG = "hung"  # some live rank was not done at the time limit
     ABORTED = "aborted"  # a rank that should live was ended by a signal or without a report
@@ -147,6 +148,9 @@ class _Window:
 
 def _judge_one(run: Run, expected: Expectation, cell: Cell, window: _Window) -> Verdict:
     live = live_ranks(run, expected)
+    apart = _distance(run, live)
+    if apart:
+        return Verdict(Name.APART, apart)
     silent = _silence(run, live, range(window.fault, window.fault + expected.later_by))
     if silent:
         return Verdict(Name.SILENT, silent)
@@ -164,6 +168,7 @@ def _find_breakage(run: Run, expected: Expectation) -> Verdict | None:
     live = live_ranks(run, expected)
     for name, reason in (
         (Name.HARNESS, _failure_of_harness(run, live)),
+        (Name.APART, _distance(run, live)),
         (Name.SILENT, _raised(run, "InFlightWriteError")),
         (Name.ABORTED, _abort(run, live)),
         (Name.HUNG, _hang(run, live)),
@@ -228,6 +233,22 @@ def _unless_vacuous(run: Run, cell: Cell, expected: Expectation, verdict: Verdic
 
 
 # Values #
+
+
+def _distance(run: Run, live: list[int]) -> str:
+    """Return the first step in which ranks updated on different batches, in words; empty if there is none.
+
+    A step is here what the ranks agreed on, counted by the wrapper, and not what each of them takes it for. Nothing else shows
+    a rank that has left a batch out: each may have raised what it should, and be right by its own count.
+    """
+    by_step: dict[int, dict[int, list[int]]] = defaultdict(dict)
+    for event in run.of("step"):
+        if event["rank"] in live and event["error"] is None and event.get("trained"):
+            by_step[event["counter"]][event["rank"]] = list(event["trained"])
+    for step, batches in sorted(by_step.items()):
+        if len({tuple(found) for found in batches.values()}) > 1:
+            return f"in agreed step {step} the ranks trained on batches {batches}"
+    return ""
 
 
 def _silence(run: Run, live: list[int], tolerated: range) -> str:
@@ -331,7 +352,8 @@ class _ErrorJudge:
         return None, 0.0
 
     def _is_own(self, rank: int, error: Event | None) -> bool:
-        return rank == self._cell.culprit and (error["class"] if error else "") in self._expected.own_error
+        is_it = _is_one_of(error, self._expected.own_error) if error else "" in self._expected.own_error
+        return rank == self._cell.culprit and is_it
 
     def _last_step(self, rank: int) -> int:
         """Return the step in which a rank must have raised the agreed error."""
@@ -354,7 +376,7 @@ class _ErrorJudge:
             elif not (self._is_over and self._is_own(rank, error)):
                 checked[rank] = error
         for rank, error in checked.items():
-            if error["class"] not in expected.errors:
+            if not _is_one_of(error, expected.errors):
                 yield f"rank {rank} raised {_shown(error)}, expected {' or '.join(expected.errors)}"
             yield from self._wrong_fields(rank, error)
             for text in expected.texts:
@@ -461,6 +483,10 @@ def _goes_on(run: Run, errors: Mapping[int, Event], window: _Window) -> bool:
         if not following or any(event["error"] for event in following) or following[-1]["attempt"] != window.stop - 1:
             return False
     return True
+
+
+def _is_one_of(error: Event, classes: Sequence[str]) -> bool:
+    return any(name in classes for name in (error["class"], *error.get("bases", ())))
 
 
 def _plain(value: Any) -> Any:

@@ -58,7 +58,7 @@ def _second(here: Here) -> dict[str, Any]:
     model = FaultModel()
     ours = Ours(here.cell.combo)
     ddp = ours.wrap(model, {})
-    oracle = Oracle(model, seed=here.cell.seed, num_ranks=here.num_ranks)
+    oracle = Oracle(model, here.cell.combo, here.rank, seed=here.cell.seed)
     return {"ddp": ddp, "optimizer": ours.make_optimizer(model, ddp, 0.0), "oracle": oracle}
 
 
