@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .acts import Acts, make_step
-from .model import EXPERT, FaultModel
+from .model import EXPERT, DelayedLinear, FaultModel
 
 if TYPE_CHECKING:
     from .oracle import Oracle
@@ -181,6 +181,11 @@ class Expectation:
         """Return all in which the step may end, this one first."""
         return (replace(self, otherwise=()), *self.otherwise)
 
+    def on_chain(self) -> Expectation:
+        """Return what is expected of a chain, where the first part that fails lets the others fail, each with its own text."""
+        otherwise = tuple(one.on_chain() for one in self.otherwise)
+        return replace(self, fields={}, texts=(), same_text=False, is_agreed=False, otherwise=otherwise)
+
 
 RIGHT = Expectation(Outcome.RIGHT)
 SKIPPED = Expectation(Outcome.SKIPPED)
@@ -255,6 +260,9 @@ class Here:
         self.step_stack = ExitStack()
         self.points.clear()
         self.on_collective.clear()
+        for layer in self.model.layers.values():
+            if isinstance(layer, DelayedLinear):
+                layer.waiting.clear()
 
 
 @dataclass(frozen=True)
@@ -331,14 +339,16 @@ def in_forms(*forms: Form) -> tuple[Combo, ...]:
         num_ranks = 4 if form in (Form.GROUPS, Form.REPLICAS, Form.COPIES) else 2
         for mode in Mode:
             is_explicit = form is Form.DELAYED and mode is Mode.ALL_REDUCE  # which such gradients need there
+            overlaps = mode is Mode.ALL_REDUCE or form in (Form.GROUPS, Form.COPIES, Form.SCALER, Form.CLOSURE)
             if not (form is Form.REPLICAS and mode is Mode.ALL_REDUCE):
-                combos.append(Combo(mode, True, num_ranks, is_explicit, form))
+                combos.append(Combo(mode, overlaps, num_ranks, is_explicit, form))
     return tuple(combos)
 
 
 FORMS = in_forms()
 GRIDS = in_forms(Form.GROUPS, Form.REPLICAS, Form.COPIES)
 SCALED = in_forms(Form.SCALER, Form.AMP)
+OURS_SHARDED = tuple(combo for combo in FORMS if combo.is_sharded)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from .cells import AnyOf, Cell, Expectation, Outcome, Recovery
 from .player import FaultOf, Play
 
 _LOG_CHARS = 1_500
+_STUCK = ("CollectiveDeadlockError", "MismatchedCollectiveError", "CollectiveError")
 Event = Mapping[str, Any]
 
 
@@ -151,7 +152,10 @@ def _judge_one(run: Run, expected: Expectation, cell: Cell, window: _Window) -> 
     apart = _distance(run, live)
     if apart:
         return Verdict(Name.APART, apart)
-    silent = _silence(run, live, range(window.fault, window.fault + expected.later_by))
+    tolerated = {
+        (rank, window.fault + late) for rank in live for late in range(expected.steps_late(is_culprit=rank == cell.culprit))
+    }
+    silent = _silence(run, live, tolerated)
     if silent:
         return Verdict(Name.SILENT, silent)
     if expected.outcome is Outcome.NAMED:
@@ -180,10 +184,15 @@ def _find_breakage(run: Run, expected: Expectation) -> Verdict | None:
 
 
 def _failure_of_harness(run: Run, live: list[int]) -> str:
-    texts = [f"rank {event['rank']}: {event['text']}" for event in run.of("broken") if event["rank"] in live]
+    texts = _broken(run, live)
     if not run.has_started:
         return f"no group: {texts[0] if texts else 'a rank did not join'}"
-    return texts[0] if texts else ""
+    return next((text for text in texts if not any(name in text for name in _STUCK)), "")
+
+
+def _broken(run: Run, live: list[int]) -> list[str]:
+    """Return what ranks have raised outside their steps."""
+    return [f"rank {event['rank']}: {event['text']}" for event in run.of("broken") if event["rank"] in live]
 
 
 def _abort(run: Run, live: list[int]) -> str:
@@ -199,7 +208,7 @@ def _hang(run: Run, live: list[int]) -> str:
     if child is not None and child["said"] == "hung":
         return f"the forked child of rank {child['rank']}"
     # The loopback world notices at once that nobody will come, or that different collectives would be mixed.
-    stuck_text = _raised(run, "CollectiveDeadlockError", "MismatchedCollectiveError", "CollectiveError")
+    stuck_text = _raised(run, *_STUCK) or next(iter(_broken(run, live)), "")
     if stuck_text or not run.timed_out:
         return stuck_text
     stuck = sorted(set(run.killed) & set(live))
@@ -247,16 +256,22 @@ def _distance(run: Run, live: list[int]) -> str:
             by_step[event["counter"]][event["rank"]] = list(event["trained"])
     for step, batches in sorted(by_step.items()):
         if len({tuple(found) for found in batches.values()}) > 1:
-            return f"in agreed step {step} the ranks trained on batches {batches}"
+            first = next((event for event in run.of("step") if event["error"]), None)
+            after = f", after rank {first['rank']} had {_shown(first['error'])}" if first else ""
+            return f"in agreed step {step} the ranks trained on batches {dict(sorted(batches.items()))}{after}"
     return ""
 
 
-def _silence(run: Run, live: list[int], tolerated: range) -> str:
-    """Return the first wrong value on a rank that saw no error in that step, or where replicas differ without one."""
+def _silence(run: Run, live: list[int], tolerated: Collection[tuple[int, int]]) -> str:
+    """Return the first wrong value on a rank that saw no error in that step, or where replicas differ without one.
+
+    Args:
+        tolerated: ranks and steps whose error comes later.
+    """
     digests: dict[int, set[int]] = defaultdict(set)
     for event in run.of("step"):
         rank, step = event["rank"], event["attempt"]
-        if rank not in live or event["error"] is not None or step in tolerated:
+        if rank not in live or event["error"] is not None or (rank, step) in tolerated:
             continue
         if event["wrong_grads"]:
             return f"step {step}, rank {rank}: gradient {event['wrong_grads']}"
@@ -457,7 +472,8 @@ def _judge_torch(run: Run, expected: Expectation, window: _Window) -> Verdict:
     last = window.fault + expected.later_by
     reports = [run.first("step", rank=rank, attempt=last) for rank in live]
     all_raise = all(report is not None and report["error"] for report in reports)
-    silent = _silence(run, live, range(window.fault, last) if all_raise else range(0))
+    late = [(rank, step) for rank in live for step in range(window.fault, last)] if all_raise else ()
+    silent = _silence(run, live, late)
     if silent:
         return Verdict(Name.SILENT, silent)
     refused = [event for event in run.of("wrap") if event["error"]]

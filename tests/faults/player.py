@@ -21,7 +21,7 @@ from .acts import ALL_LAYERS, Act, Acts, Do, Edit, find
 from .cells import HEALTHY_STEPS, STEPS_AFTER, Cell, Combo, Expectation, Fault, FaultError, Form, Here, Outcome, Recovery
 from .model import loss_of, make_batch
 from .oracle import Oracle, edited, first_difference
-from .systems import SCALE, Scaled, System
+from .systems import Scaled, System
 
 _NOTHING_MORE: dict[str, Any] = {"cleanup_error": None, "last_error": None, "wrong_grads": "", "trained": ()}
 """What a rank reports of a step after which it calls nothing any more."""
@@ -157,6 +157,7 @@ class Player:
         at_s = time.monotonic()
         here.forget()
         if error is not None and fault.ends is not None and here.is_culprit:
+            attempt.outputs.clear()
             fault.ends(here)
             here.send("step", attempt=index, at_s=time.monotonic(), counter=counter, error=describe(error), **_NOTHING_MORE)
             self.has_given_up = True
@@ -234,7 +235,7 @@ class Player:
             here.reach("between")
             if attempt.checks_grads:
                 grads = {name: param.grad for name, param in here.model.named_parameters() if param.requires_grad}
-                scale = SCALE if isinstance(here.optimizer, Scaled) else 1.0
+                scale = here.optimizer.scaler.get_scale() if isinstance(here.optimizer, Scaled) else 1.0
                 means = {name: None if mean is None else mean * scale for name, mean in attempt.means.items()}
                 attempt.wrong_grads = first_difference(grads, means)
         elif do is Do.GRAD:
@@ -314,6 +315,8 @@ class Player:
     def _clean_up(self) -> BaseException | None:
         """Clear gradients after an error where the rank does that, which half of the cells do: it is allowed, not needed."""
         here = self._here
+        if isinstance(here.optimizer, Scaled):
+            here.optimizer.give_up()
         if not here.cell.combo.is_sharded and not here.cell.combo.overlaps:
             return None
         try:
@@ -336,6 +339,7 @@ class Player:
         if expected.recovery in (Recovery.OVER, Recovery.STOP):
             if expected.recovery is Recovery.OVER:
                 self._probe(index)
+            self.has_given_up |= fault.ends is not None  # the others end with it, so that all see closed connections
             return None
         if index == fault_step + expected.steps_late(is_culprit=is_culprit):
             if fault.recover is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -106,9 +106,7 @@ class Ours:
         if not self._combo.has_own_optimizer:
             return optimizer
         ours = DistributedOptimizer(optimizer, ddp)
-        if form is Form.SCALER:
-            return Scaled(ours, DynamicGradScaler(SCALE))
-        return Scaled(ours, torch.amp.GradScaler("cpu", init_scale=SCALE)) if form is Form.AMP else ours
+        return Scaled(ours, make_scaler(form, SCALE)) if form in (Form.SCALER, Form.AMP) else ours
 
     def after_backward(self, here: Here) -> None:
         """Hand over the gradients that do not come through autograd."""
@@ -132,17 +130,29 @@ def _sgd(model: torch.nn.Module, momentum: float) -> torch.optim.SGD:
     return torch.optim.SGD([{"params": others}, {"params": [last]}], lr=LEARNING_RATE, momentum=momentum)
 
 
+def make_scaler(form: Form, scale: float) -> Any:
+    """Return a new loss scaler of ours or of torch's."""
+    scaler = DynamicGradScaler(scale) if form is Form.SCALER else torch.amp.GradScaler("cpu", init_scale=scale)
+    scaler.scale(torch.ones(()))  # before its first call torch's has no scale
+    return scaler
+
+
 class Scaled:
     """A distributed optimizer and its loss scaler, stepped as a loop does. Everything else is the optimizer's."""
 
     def __init__(self, optimizer: DistributedOptimizer, scaler: Any) -> None:
         self.optimizer, self.scaler = optimizer, scaler
-        self.scaler.scale(torch.ones(()))  # before its first call torch's has no scale
 
     def step(self) -> None:
         """Unscale, step and choose the next scale. An exception leaves out what follows."""
         self.scaler.step(self.optimizer)
         self.scaler.update()
+
+    def give_up(self) -> None:
+        """Do what torch asks of a loop that leaves a step: its scaler wants one ``update()`` for each gradient it has tested."""
+        if isinstance(self.scaler, torch.amp.GradScaler):
+            with suppress(AssertionError):  # it has tested none
+                self.scaler.update()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)
