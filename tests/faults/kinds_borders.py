@@ -20,7 +20,7 @@ from megabucket.errors import MegabucketError, PhaseError
 from megabucket.optim.averaging import ShardedEMA
 
 from .acts import Act, Acts, Do, Edit, after, before, changed, find
-from .cells import FORMS, GRIDS, PAIRS, RIGHT, SCALED, TWO, Cell, Fault, FaultError, Form, Here, Kind, Recovery, in_forms, named
+from .cells import GRIDS, PAIRS, RIGHT, SCALED, TWO, Cell, Fault, FaultError, Form, Here, Kind, Recovery, in_forms, named
 from .model import DELAYED, FaultModel, loss_of, make_batch
 from .oracle import first_difference
 from .trip import boom, install
@@ -282,8 +282,9 @@ BORDER_KINDS = (
         "Copies and pickles are refused, or plain modules; the original trains on.",
         _copied,
         places=tuple(f"{what}-{way}" for what in ("optimizer", "ema", "wrapper", "module") for way in _WAYS),
-        combos=tuple(combo for combo in FORMS if combo.is_sharded and combo.form is Form.CLOSURE) + TWO[1:],
+        combos=(TWO[1], in_forms(Form.CLOSURE)[1]),
         not_in_torch="the optimizer is ours",
+        soaks=False,  # a copy that is not refused spoils the process
     ),
     Kind(
         "copied-form",
@@ -292,6 +293,7 @@ BORDER_KINDS = (
         places=tuple(f"optimizer-{way}" for way in _WAYS),
         combos=in_forms(Form.CHAINED, Form.SCALER, Form.COPIES),
         not_in_torch="the optimizer is ours",
+        soaks=False,  # a copy that is not refused spoils the process
     ),
     Kind(
         "copied-scaler",
@@ -300,6 +302,7 @@ BORDER_KINDS = (
         places=tuple(f"scaler-{way}" for way in _WAYS),
         combos=in_forms(Form.SCALER),
         not_in_torch="the scaler is ours",
+        soaks=False,  # a copy that is not refused spoils the process
     ),
     Kind(
         "foreign-wrapper",

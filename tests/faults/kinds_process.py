@@ -187,7 +187,7 @@ def _no_descriptors(cell: Cell) -> Fault:
         send("fault", at_s=time.monotonic())
 
     refused = named("MegabucketError", at_wrap=True, same_text=False, within_s=_NOTICE_FROZEN_S)
-    return Fault(replace(RIGHT, otherwise=(refused,)) if num_left > 10 else refused, before_wrap=limit, config=_QUICK)
+    return Fault(replace(RIGHT, otherwise=(refused,)), before_wrap=limit, config=_QUICK)
 
 
 def _let_wait(here: Here, number: signal.Signals) -> None:
@@ -280,7 +280,7 @@ PROCESS_KINDS = (
     ),
     _kind(
         "no-descriptors",
-        "A process without descriptors is named on all ranks when wrapping.",
+        "A process that runs out of descriptors while wrapping is named on all ranks; if they suffice all is right.",
         _no_descriptors,
         places=("0", "6", "40"),
         combos=(*TWO, *GRIDS),
