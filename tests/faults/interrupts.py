@@ -94,7 +94,7 @@ class Trainer:
     combo: Combo
     ddp: Any
     make_optimizer: Callable[[Any], Any]
-    call: Call = Call()  # noqa: RUF009 - frozen
+    call: Call = Call()
     wrap_again: Callable[[Any], Any] = lambda module: module
     """Wraps the module anew."""
     root: Path = Path()
@@ -155,17 +155,22 @@ class Trainer:
     def restore(self) -> None:
         """Go back to the weights that were kept, when all ranks do."""
         for _ in range(_MOST_TRIES):
-            try:
-                self.ddp.zero_grad()
-                self.ddp.load_state_dict(self.snapshot)
-                self.optimizer = self.make_optimizer(self.ddp)
+            if self._is_restored():
                 return
-            except (WrapperBrokenError, PeerLostError, CollectiveError, InvariantError):
-                raise
-            except MegabucketError as error:
-                self.seen.append(f"{type(error).__name__}: {error}")
 
-    def train(self, interrupting: Callable[[], Any]) -> None:
+    def _is_restored(self) -> bool:
+        try:
+            self.ddp.zero_grad()
+            self.ddp.load_state_dict(self.snapshot)
+            self.optimizer = self.make_optimizer(self.ddp)
+        except (WrapperBrokenError, PeerLostError, CollectiveError, InvariantError):
+            raise
+        except MegabucketError as error:
+            self.seen.append(_where(error))
+            return False
+        return True
+
+    def train(self, interrupting: Callable[[], Any]) -> None:  # noqa: C901 - a branch for each thing that a step may raise
         """Train on all batches, the first tries of which are interrupted; note everything that is raised."""
         if self.call.is_alone:
             self._call_alone(interrupting)
@@ -206,7 +211,9 @@ class Trainer:
             self.wrong = self.wrong or f"{type(error).__name__}: {error}"
         if batch <= BATCHES[-1]:
             self.wrong = f"still in batch {batch} after {tries} tries"
-        self.wrong = self.wrong or first_difference(dict(self.ddp.module.named_parameters()), expected_weights(self.combo, self.rank))
+        self.wrong = self.wrong or first_difference(
+            dict(self.ddp.module.named_parameters()), expected_weights(self.combo, self.rank)
+        )
 
     def _call_alone(self, interrupting: Callable[[], Any]) -> None:
         """Make the call once. Where it is interrupted the program ends, and leaves a plain module behind."""
@@ -215,7 +222,6 @@ class Trainer:
         try:
             with interrupting():
                 self.call.before(self)
-            return
         except (Alarm, KeyboardInterrupt):
             self.seen.append("interrupted")
         except CollectiveDeadlockError as error:  # which stands for the end of the other's process
@@ -224,6 +230,8 @@ class Trainer:
             self.named.add(str(error))
         except BaseException as error:
             self.wrong = _where(error)
+            return
+        if not (self.seen or self.named):
             return
         self.ddp.detach()  # again, or as the wrapper's constructor has done
         inputs, targets = make_batch(seed=0, batch=0, rank=0, microbatch=0)

@@ -16,7 +16,8 @@ from .kinds_process import PROCESS_KINDS
 from .kinds_step import STEP_KINDS
 
 KINDS: dict[str, Kind] = {
-    kind.name: kind for kind in (*STEP_KINDS, *MODEL_KINDS, *PROCESS_KINDS, *CHECKPOINT_KINDS, *CALL_KINDS, *BORDER_KINDS, *INTERRUPT_KINDS)
+    kind.name: kind
+    for kind in (*STEP_KINDS, *MODEL_KINDS, *PROCESS_KINDS, *CHECKPOINT_KINDS, *CALL_KINDS, *BORDER_KINDS, *INTERRUPT_KINDS)
 }
 
 

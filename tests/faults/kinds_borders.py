@@ -1,4 +1,4 @@
-"""Kinds of fault where the package meets torch and its users: copies, other owners, hooks, calls in backward, ends of a program."""
+"""Kinds of fault at the borders with torch and its users: copies, other owners, hooks, calls in backward, ends of a program."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from megabucket.ddp.finalize import finalize_grads
 from megabucket.errors import MegabucketError, PhaseError
 from megabucket.optim.averaging import ShardedEMA
 
-from .acts import Act, Acts, Do, Edit, after, before, changed, find
-from .cells import GRIDS, PAIRS, RIGHT, SCALED, TWO, Cell, Fault, FaultError, Form, Here, Kind, Recovery, in_forms, named
+from .acts import Act, Acts, Do, Edit, after, before, changed
+from .cells import GRIDS, PAIRS, RIGHT, TWO, Cell, Fault, FaultError, Form, Here, Kind, Recovery, in_forms, named
 from .model import DELAYED, FaultModel, loss_of, make_batch
 from .oracle import first_difference
 from .trip import boom, install
@@ -80,8 +80,8 @@ def _with_layer(wrap: Callable[[torch.nn.Module], Any]) -> Callable[[], FaultMod
 
 
 def _fully_sharded(module: Any) -> Any:
-    from torch.distributed.fsdp import fully_shard  # seconds, which only this needs
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard  # seconds, which only this needs
 
     return fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 
@@ -187,7 +187,9 @@ def _tokens(cell: Cell) -> Fault:
         later = replace(at_once, culprit_later_by=1, recovery=Recovery.RELOAD)
         later = replace(later, errors=("CallMismatchError", "ReplicasDivergedError"))
         over = replace(at_once, errors=("WrapperBrokenError",), recovery=Recovery.OVER)
-        expect = replace(at_once if cell.combo.is_sharded else replace(at_once, recovery=Recovery.RELOAD), otherwise=(later, over))
+        expect = replace(
+            at_once if cell.combo.is_sharded else replace(at_once, recovery=Recovery.RELOAD), otherwise=(later, over)
+        )
         edit = lambda acts: tuple(act for act in acts if act is not right)  # noqa: E731
     else:
         wrong = finalize(_TOKENS[cell.place])
@@ -204,7 +206,7 @@ def _late_grad(cell: Cell) -> Fault:
             if here.is_culprit:
                 here.announce()
                 layer: Any = here.model.layers["1"]
-                layer.take_grads, taken = lambda: [], layer.take_grads
+                layer.take_grads, taken = list, layer.take_grads
                 here.step_stack.callback(setattr, layer, "take_grads", taken)
 
         return Fault(named("DelayedGradientError"), arm=arm)
@@ -269,7 +271,9 @@ def _ends(cell: Cell) -> Fault:
     return Fault(
         replace(expect, recovery=Recovery.STOP),
         edits_step=lambda acts: before(acts, at, Act(Do.RUN, value=log)),
-        edit=lambda acts: tuple(replace(act, value=fail) if act.value is not None and act.do is Do.RUN else act for act in acts),
+        edit=lambda acts: tuple(
+            replace(act, value=fail) if act.value is not None and act.do is Do.RUN else act for act in acts
+        ),
         ends=_ENDS[way],
         uses_block=way == "block",
         group_timeout_s=60.0,

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -182,7 +183,7 @@ def _no_descriptors(cell: Cell) -> Fault:
     num_left = int(cell.place)
 
     def limit(_: int, send: Callable[..., None]) -> None:
-        taken = len(os.listdir("/proc/self/fd"))
+        taken = len(list(Path("/proc/self/fd").iterdir()))
         resource.setrlimit(resource.RLIMIT_NOFILE, (taken + num_left, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
         send("fault", at_s=time.monotonic())
 
@@ -238,7 +239,9 @@ _FROZEN = f"The others raise an error that names the rank within dead_after_s + 
 _IN_TIME = "Right: the rank was silent for less than dead_after_s."
 
 PROCESS_KINDS = (
-    _kind("SIGKILL", "The others raise an error that names the rank within 1 s.", _dies, places=_DEATHS, combos=(*EVERY, *GRIDS)),
+    _kind(
+        "SIGKILL", "The others raise an error that names the rank within 1 s.", _dies, places=_DEATHS, combos=(*EVERY, *GRIDS)
+    ),
     _kind("SIGKILL-in-gather", "As SIGKILL.", _dies, places=("gather",), combos=SHARDED),
     _kind("SIGSEGV", "As SIGKILL.", _dies, places=("backward-1", "optimizer")),
     _kind("abort", "As SIGKILL.", _dies, places=("backward-1", "between"), combos=FEW),

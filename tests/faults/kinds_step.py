@@ -237,7 +237,7 @@ def _unscaled(cell: Cell) -> Fault:
         rates = [group["lr"] for group in groups]
         try:
             if what == "caller":
-                raise FaultError
+                raise FaultError  # noqa: TRY301 - as a caller does
             groups[0]["lr"] = math.nan
             here.optimizer.step()
         except (MegabucketError, FaultError) as error:
@@ -252,9 +252,9 @@ def _unscaled(cell: Cell) -> Fault:
     # torch's scaler takes the second step's gradients for unscaled ones until update(): right, or an error that says so.
     expect = RIGHT
     if cell.combo.form is Form.AMP:
-        asks = named("MegabucketError", texts=("update()",), same_text=False, is_agreed=False, recovery=Recovery.FIX)
+        asks = named("MegabucketError", texts=("update()",), same_text=False, is_agreed=False)
         expect = replace(RIGHT, otherwise=(asks,))
-    return Fault(expect, edit=edit, on_all=True, recover=lambda here: here.optimizer.scaler.update())
+    return Fault(expect, edit=edit, on_all=True)
 
 
 def _two_backwards(cell: Cell) -> Fault:
@@ -427,7 +427,12 @@ STEP_KINDS = (
         _skipped_step,
         places=("forward-only", "numbered"),
     ),
-    Kind("dropped-step", "A rank that does not step is named before anything else is updated.", _dropped_step, combos=(*_SOME, *FORMS)),
+    Kind(
+        "dropped-step",
+        "A rank that does not step is named before anything else is updated.",
+        _dropped_step,
+        combos=(*_SOME, *FORMS),
+    ),
     Kind(
         "microbatches",
         "Different numbers of backwards are named with the counts of all ranks.",

@@ -32,7 +32,7 @@ SCALE = 8.0
 
 
 Groups = Mapping[str, Any]
-"""Of one rank, by name: ``all`` ranks, its ``pair`` of neighbours, every ``second`` rank from it on. Groups or communicators."""
+"""Of one rank, by name: ``all`` ranks, its ``pair`` of neighbours, every ``second`` rank. Groups or communicators."""
 
 
 def make_groups(combo: Combo, make: Callable[[list[int]], Mapping[int, Any]]) -> list[Groups]:
@@ -149,7 +149,7 @@ class Scaled:
         self.scaler.update()
 
     def give_up(self) -> None:
-        """Do what torch asks of a loop that leaves a step: its scaler wants one ``update()`` for each gradient it has tested."""
+        """Do what torch asks of a loop that leaves a step: its scaler wants an ``update()`` once it has tested gradients."""
         if isinstance(self.scaler, torch.amp.GradScaler):
             with suppress(AssertionError):  # it has tested none
                 self.scaler.update()

@@ -5,7 +5,19 @@ import torch
 
 from faults.cells import RIGHT, SKIPPED, AnyOf, Cell, Recovery, named
 from faults.judge import Name
-from faults.made_up import CELL, NUM_STEPS, TEXT, apart_from, error, healthy_events, replaced, step, verdict_on, weights, with_error
+from faults.made_up import (
+    CELL,
+    NUM_STEPS,
+    TEXT,
+    apart_from,
+    error,
+    healthy_events,
+    replaced,
+    step,
+    verdict_on,
+    weights,
+    with_error,
+)
 from faults.oracle import first_difference
 
 UNUSED = named("UnusedParameterError")
