@@ -171,10 +171,11 @@ def _find_breakage(run: Run, expected: Expectation) -> Verdict | None:
     """Return the verdict on ranks that did not all come to an end, or ``None``."""
     live = live_ranks(run, expected)
     for name, reason in (
-        (Name.HARNESS, _failure_of_harness(run, live)),
+        (Name.HARNESS, "" if run.has_started else f"no group: {next(iter(_broken(run, live)), 'a rank did not join')}"),
         (Name.APART, _distance(run, live)),
         (Name.SILENT, _raised(run, "InFlightWriteError")),
         (Name.ABORTED, _abort(run, live)),
+        (Name.HARNESS, _failure_of_harness(run, live)),
         (Name.HUNG, _hang(run, live)),
         (Name.ABORTED, _disappearance(run, live)),
     ):
@@ -184,10 +185,7 @@ def _find_breakage(run: Run, expected: Expectation) -> Verdict | None:
 
 
 def _failure_of_harness(run: Run, live: list[int]) -> str:
-    texts = _broken(run, live)
-    if not run.has_started:
-        return f"no group: {texts[0] if texts else 'a rank did not join'}"
-    return next((text for text in texts if not any(name in text for name in _STUCK)), "")
+    return next((text for text in _broken(run, live) if not any(name in text for name in _STUCK)), "")
 
 
 def _broken(run: Run, live: list[int]) -> list[str]:
@@ -218,7 +216,8 @@ def _hang(run: Run, live: list[int]) -> str:
 
 def _raised(run: Run, *classes: str) -> str:
     """Return the first step that ended in one of some errors, in words; empty if none."""
-    errors = [(event, event["error"]) for event in run.of("step") if event["error"] and event["error"]["class"] in classes]
+    events = [*run.of("step"), *run.of("no recovery")]
+    errors = [(event, event["error"]) for event in events if event["error"] and event["error"]["class"] in classes]
     return next((f"step {event['attempt']}, rank {event['rank']}: {_shown(error)}" for event, error in errors), "")
 
 
@@ -275,8 +274,7 @@ def _silence(run: Run, live: list[int], tolerated: Collection[tuple[int, int]]) 
             continue
         if event["wrong_grads"]:
             return f"step {step}, rank {rank}: gradient {event['wrong_grads']}"
-        weights = run.first("weights", rank=rank, attempt=step)
-        if weights is not None:
+        for weights in [*run.of("weights", rank=rank, attempt=step)][-1:]:  # where it was tried again, of the last time
             digests[step].add(weights["digest"])
             if weights["wrong"]:
                 return f"step {step}, rank {rank}: weight {weights['wrong']}"
@@ -296,6 +294,8 @@ def _problems_of_right_steps(run: Run, expected: Expectation, window: _Window, l
 
 
 def _problems_beside_the_error(run: Run, expected: Expectation) -> Iterator[str]:
+    for event in run.of("no recovery"):
+        yield f"rank {event['rank']} could not do what the error asks for: {_shown(event['error'])}"
     if expected.signal_within_s:
         sent, handled = run.first("signal"), run.first("handled")
         if sent is None or handled is None:

@@ -342,10 +342,15 @@ class Player:
             self.has_given_up |= fault.ends is not None  # the others end with it, so that all see closed connections
             return None
         if index == fault_step + expected.steps_late(is_culprit=is_culprit):
-            if fault.recover is not None:
-                fault.recover(self._here)
+            try:
+                if fault.recover is not None:
+                    fault.recover(self._here)
+                if expected.recovery is Recovery.RELOAD:
+                    self._here.reload()
+            except Exception as failed:
+                self._here.send("no recovery", attempt=index, error=describe(failed))
+                return None
             if expected.recovery is Recovery.RELOAD:
-                self._here.reload()
                 return fault_step + expected.later_by + 1  # a checkpoint says which step is next, on every rank
         return index + 1 if len(self._play.cells) > 1 or self._num_errors_in_a_row < 3 else None
 

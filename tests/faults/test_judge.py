@@ -189,6 +189,22 @@ def test_a_live_rank_that_was_ended_by_a_signal_has_crashed():
     assert (name, reason) == (Name.ABORTED, "rank 1 ended with -6: terminate called")
 
 
+def test_an_aborted_rank_is_not_a_failure_of_the_harness_though_another_broke_off_with_it():
+    events = [*with_error(), {"kind": "broken", "rank": 0, "text": "RuntimeError: connection closed by peer"}]
+
+    assert name_and_reason(events, UNUSED)[0] is Name.HARNESS
+    assert name_and_reason(events, UNUSED, exits={0: 0, 1: -6}, logs={1: "terminate called"})[0] is Name.ABORTED
+
+
+def test_an_error_while_doing_what_the_first_one_asks_for_is_wrong():
+    again = {"kind": "no recovery", "rank": 1, "attempt": 2, "error": error(kind="PhaseError")}
+
+    name, reason = name_and_reason([*with_error(), again], UNUSED)
+
+    assert name is Name.WRONG
+    assert reason.startswith("rank 1 could not do what the error asks for: PhaseError")
+
+
 def test_a_rank_that_is_not_done_at_the_time_limit_hangs():
     name, reason = name_and_reason(
         with_error(on=(0,)), UNUSED, exits={0: 0, 1: -9}, killed=(1,), timed_out=True, logs={1: "in wait()"}
