@@ -5,11 +5,13 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from megabucket.errors import ReplicasDivergedError
 
 from .acts import Acts, make_step
 from .model import EXPERT, DelayedLinear, FaultModel
@@ -251,6 +253,9 @@ class Here:
     def reload(self) -> None:
         """Load the last good weights on this rank and make a new optimizer, here and in the oracle."""
         self.ddp.load_state_dict(self.snapshot)
+        if self.cell.combo.form is Form.CHAINED:
+            with suppress(ReplicasDivergedError):  # each part has an error of its own
+                self.remake_optimizer()
         self.optimizer = self.remake_optimizer()
         self.oracle.restart_from(self.snapshot)
 

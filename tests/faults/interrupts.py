@@ -39,6 +39,7 @@ from megabucket.errors import (
     WrapperBrokenError,
 )
 from megabucket.optim.averaging import ShardedEMA, param_norms
+from megabucket.optim.chained import ChainedOptimizer
 from megabucket.testing import LoopbackWorld
 from megabucket.testing.loopback import CollectiveDeadlockError
 
@@ -56,7 +57,8 @@ _PACKAGE = str(Path(__file__).parent)
 _STANDS_FOR_C = ("megabucket/testing/loopback.py", "/threading.py")
 """Files that play the part of the back-end, where one call in C does what takes them several lines."""
 COMBOS = (*TWO, Combo(Mode.ALL_REDUCE, False, 2), Combo(Mode.REDUCE_SCATTER, False, 2))
-FORM_COMBOS = (*GRIDS, *in_forms(Form.CHAINED, Form.SCALER))
+FORM_COMBOS = (*GRIDS, *in_forms(Form.SCALER))
+"""Without chains: that ranks wait for one another in different parts is seen over the store, which threads have not."""
 
 
 @contextmanager
@@ -193,10 +195,8 @@ class Trainer:
             except MegabucketError as error:
                 self.seen.append(_where(error))
                 self.named.add(str(error))
-                # An error of what comes after an update does not say whether the weights have changed, and of the parts of
-                # a chain ranks may hear in another order.
-                is_any = self.call.update is not None or self.combo.form is Form.CHAINED
-                if isinstance(error, StepMismatchError | ReplicasDivergedError) or is_any:
+                # An error of what comes after an update does not say whether the weights have changed.
+                if isinstance(error, StepMismatchError | ReplicasDivergedError) or self.call.update:
                     self.restore()
                     batch = BATCHES[0]
             except BaseException as error:
@@ -258,6 +258,10 @@ def _make_optimizer(trainer: Trainer) -> None:
     trainer.optimizer = trainer.make_optimizer(trainer.ddp)
 
 
+def _make_chain(trainer: Trainer) -> None:
+    trainer.optimizer = ChainedOptimizer(trainer.optimizer.optimizers)
+
+
 def _save_and_load(trainer: Trainer) -> None:
     save_checkpoint(trainer.root, trainer.ddp, trainer.optimizer, step=1, overwrite=True)
     load_checkpoint(trainer.root, trainer.ddp, trainer.optimizer)
@@ -287,7 +291,7 @@ CALLS: dict[str, Call] = {
     "wrap": Call(lambda trainer: trainer.wrap(), is_alone=True),
     "detach": Call(lambda trainer: trainer.ddp.detach(), is_alone=True),
     "DistributedOptimizer()": Call(_make_optimizer),
-    "ChainedOptimizer()": Call(_make_optimizer, combo=in_forms(Form.CHAINED)[1]),
+    "ChainedOptimizer()": Call(_make_chain, combo=in_forms(Form.CHAINED)[1]),
     "broadcast_params": Call(lambda trainer: trainer.ddp.broadcast_params()),
     "check_replicas": Call(lambda trainer: trainer.ddp.check_replicas()),
     "check_replicas of replicas": Call(lambda trainer: trainer.ddp.check_replicas(), combo=in_forms(Form.REPLICAS)[0]),

@@ -20,7 +20,23 @@ from megabucket.errors import MegabucketError, PhaseError
 from megabucket.optim.averaging import ShardedEMA
 
 from .acts import Act, Acts, Do, Edit, after, before, changed
-from .cells import GRIDS, PAIRS, RIGHT, TWO, Cell, Fault, FaultError, Form, Here, Kind, Recovery, in_forms, named
+from .cells import (
+    GRIDS,
+    HEALTHY_STEPS,
+    PAIRS,
+    RIGHT,
+    TWO,
+    AnyOf,
+    Cell,
+    Fault,
+    FaultError,
+    Form,
+    Here,
+    Kind,
+    Recovery,
+    in_forms,
+    named,
+)
 from .model import DELAYED, FaultModel, loss_of, make_batch
 from .oracle import first_difference
 from .trip import boom, install
@@ -185,7 +201,8 @@ def _tokens(cell: Cell) -> Fault:
         # With whole gradients the rank at fault may have updated, and meets the others in its next step.
         at_once = named(errors, same_text=False, is_agreed=False)
         later = replace(at_once, culprit_later_by=1, recovery=Recovery.RELOAD)
-        later = replace(later, errors=("CallMismatchError", "ReplicasDivergedError"))
+        either = {"step": AnyOf((HEALTHY_STEPS, HEALTHY_STEPS + 1))}
+        later = replace(later, errors=("CallMismatchError", "ReplicasDivergedError"), fields=either)
         over = replace(at_once, errors=("WrapperBrokenError",), recovery=Recovery.OVER)
         expect = replace(
             at_once if cell.combo.is_sharded else replace(at_once, recovery=Recovery.RELOAD), otherwise=(later, over)
@@ -335,10 +352,19 @@ BORDER_KINDS = (
     ),
     Kind(
         "tokens",
-        "Something else than a number of tokens, or no call, is named on all ranks; the next step is right.",
+        "Something else than a number of tokens is named on all ranks; the next step is right.",
         _tokens,
-        places=(*list(_TOKENS)[1:], "missing"),
+        places=tuple(_TOKENS)[1:],
         combos=(*TWO, *GRIDS, *in_forms(Form.CHAINED)),
+        not_in_torch=_NO_TORCH,
+        soaks=False,
+    ),
+    Kind(
+        "finalize-left-out",
+        "A rank without its call of finalize_grads() is named on all ranks, at the latest in its next step.",
+        _tokens,
+        places=("missing",),
+        combos=(*TWO, *GRIDS),
         not_in_torch=_NO_TORCH,
         soaks=False,
     ),

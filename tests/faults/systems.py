@@ -44,6 +44,10 @@ def make_groups(combo: Combo, make: Callable[[list[int]], Mapping[int, Any]]) ->
             for ranks in members:
                 for rank, group in make(ranks).items():
                     made[rank][name] = group
+    if combo.form is Form.CHAINED:
+        for part in ("part 0", "part 1"):
+            for rank, group in make(list(range(combo.num_ranks))).items():
+                made[rank][part] = group
     return made
 
 
@@ -74,13 +78,17 @@ class Ours:
         }
         config = DistributedDataParallelConfig(**{**settings, **fields})
         ranks: dict[str, Any] = {"recorder": self.recorder} if communicator is None else {"communicator": communicator}
-        if self._groups:
-            # A communicator has brought its recorder to those of the groups.
-            ranks = {**({} if communicator else ranks), "groups": self._parallel_groups()}
         if combo.form is Form.DELAYED:
             model.layers["1"] = DelayedLinear(model.layers["1"])  # type: ignore[arg-type]
         if combo.form is Form.CHAINED:
-            return Chain(model, lambda part: DistributedDataParallel(part, config, **ranks))
+            # Each wrapper has a group of its own, which over gloo it makes by itself.
+            kind = "process_group" if communicator is None else "communicator"
+            recorder = {"recorder": self.recorder} if communicator is None else {}
+            parts = [{kind: self._groups[f"part {index}"], **recorder} for index in range(2)]
+            return Chain(model, lambda part, index: DistributedDataParallel(part, config, **parts[index]))
+        if self._groups:
+            # A communicator has brought its recorder to those of the groups.
+            ranks = {**({} if communicator else ranks), "groups": self._parallel_groups()}
         return DistributedDataParallel(model, config, **ranks)
 
     def _parallel_groups(self) -> ParallelGroups:
@@ -161,12 +169,12 @@ class Scaled:
 class Chain:
     """Wrappers around the halves of a model, behind the calls of one."""
 
-    def __init__(self, model: FaultModel, wrap: Callable[[Part], DistributedDataParallel]) -> None:
+    def __init__(self, model: FaultModel, wrap: Callable[[Part, int], DistributedDataParallel]) -> None:
         self.module = model
         self.parts: list[Any] = []
         try:
-            for layers in (ALL_LAYERS[:2], ALL_LAYERS[2:]):
-                self.parts.append(wrap(Part(model, layers)))
+            for index, layers in enumerate((ALL_LAYERS[:2], ALL_LAYERS[2:])):
+                self.parts.append(wrap(Part(model, layers), index))
         except BaseException:
             for part in self.parts:
                 part.detach()
@@ -195,7 +203,7 @@ class Chain:
     @contextmanager
     def _within(self, name: str) -> Iterator[None]:
         with ExitStack() as stack:
-            for part in self.parts:
+            for part in reversed(self.parts):  # so that blocks end in the order in which the optimizer asks the parts
                 stack.enter_context(getattr(part, name)())
             yield
 
