@@ -156,6 +156,10 @@ def _raised(cell: Cell) -> Fault:
         # Autograd does not tell which exception ended a backward; forward and the step block know it.
         texts = (BOOM,) if block or place == "forward" else ()
         expect = named("PeerFailedError", fields={"rank": cell.culprit}, texts=texts, own_error=own)
+    if block and cell.combo.form is Form.CHAINED:
+        # The blocks of the parts may end in another order than the others come to the parts: a cycle, which is named.
+        over = named("WrapperBrokenError", within_s=8.0, recovery=Recovery.OVER)
+        expect = replace(expect, otherwise=(over,))
     return Fault(expect, arm=lambda here: install(here, place, boom) if here.is_culprit else None, uses_block=bool(block))
 
 
