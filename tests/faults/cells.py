@@ -386,6 +386,8 @@ class Kind:
         """Return why a cell is not run with torch DDP; empty if it is."""
         if not cell.combo.overlaps or cell.combo.is_explicit:
             return "torch DDP always overlaps, and waits by itself"
+        if cell.combo.form is not Form.PLAIN:
+            return "the program is built of our parts"
         if isinstance(self.not_in_torch, str):
             return self.not_in_torch
         return next((why for end, why in self.not_in_torch.items() if cell.place.endswith(end)), "")

@@ -384,6 +384,7 @@ BORDER_KINDS = (
         places=tuple(f"{where}-{way}" for where in ("forward", "backward") for way in _ENDS),
         combos=(*TWO, *GRIDS, *in_forms(Form.CHAINED)),
         needs_processes=True,
+        not_in_torch="the program ends by calls of our wrapper",
         soaks=False,
     ),
 )
