@@ -230,7 +230,12 @@ class DistributedDataParallel(torch.nn.Module):
         self.sync.grad_ready(param)
 
     def start_grad_sync(self) -> None:
-        """Launch the reduction of all remaining buckets, and return without waiting."""
+        """Launch the reduction of all remaining buckets, and return without waiting.
+
+        Raises:
+            PhaseError: a backward is running, which may still produce gradients.
+        """
+        refuse_in_backward("start_grad_sync()")
         self.sync.start()
 
     def finish_grad_sync(self, *, force_all_reduce: bool = False) -> None:
@@ -245,7 +250,9 @@ class DistributedDataParallel(torch.nn.Module):
 
         Raises:
             UnusedParameterError: a parameter had no gradient in the whole step (``unused_parameters="error"``).
+            PhaseError: a backward is running, which may still produce gradients.
         """
+        refuse_in_backward("finish_grad_sync()")
         before = self.sync.force_all_reduce
         self.sync.force_all_reduce = before or force_all_reduce
         try:

@@ -181,6 +181,8 @@ class StepCounters:
         self._updates: list[Hyperparameters] = []
         self._grad_scale = 1.0  # product of the factors of scale_gradients()
         self._num_loads = self._num_dropped_steps = self._most_open_forwards = 0
+        self.has_cleared_forwards = False
+        """Whether ``zero_grad()`` was called between a forward and its backward, which no backward has reached since."""
         self.failed_before_backward = False
         """See ``Report``."""
         self._missed_update = ""
@@ -219,6 +221,7 @@ class StepCounters:
             nonlocal is_reached
             if not is_reached and generation == self._generation:
                 self.num_open_forwards -= 1
+                self.has_cleared_forwards = False
             is_reached = True
 
         return note_reached
@@ -320,6 +323,7 @@ class StepCounters:
 
     def forget_grads(self) -> None:
         """Forget counts and problems of gradients that are cleared."""
+        self.has_cleared_forwards = self._counts_skipped_forwards and self.num_open_forwards > 0
         self.num_microbatches, self.kept, self._grad_scale = 0, (), 1.0
         self.problems.pop("late", None)
 
@@ -337,7 +341,7 @@ class StepCounters:
         self.problems.clear()
         if is_over:
             self._generation += 1
-            self.num_open_forwards = 0
+            self.num_open_forwards, self.has_cleared_forwards = 0, False
 
 
 class Fence:

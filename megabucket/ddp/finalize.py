@@ -20,6 +20,7 @@ import torch
 from megabucket.comm import AllReduce, Broadcast
 from megabucket.ddp.distributed_data_parallel import DistributedDataParallel
 from megabucket.ddp.groups import DENSE
+from megabucket.ddp.hooks import refuse_in_backward
 from megabucket.ddp.step import UPDATING
 from megabucket.errors import ConfigError
 from megabucket.layout.shards import shard_slices
@@ -43,8 +44,10 @@ def finalize_grads(
     Raises:
         ConfigError: tokens are given, and the gradients are means over ranks already.
         LayoutMismatchError: tokens are given on some ranks only.
+        PhaseError: a backward is running.
         MegabucketError: the step is not whole on some rank; all ranks raise the same error.
     """
+    refuse_in_backward("finalize_grads()")
     tokens: float | None = None
     wrappers = [chunks] if isinstance(chunks, DistributedDataParallel) else list(chunks)
     for ddp in wrappers:

@@ -208,6 +208,7 @@ class GradSync:
             MegabucketError: a forward or backward of this step failed before, and the caller caught the exception.
         """
         self.settle()
+        self._give_up_cleared_step()
         self._begin("forward")
         self.counters.note_forward()
 
@@ -219,8 +220,19 @@ class GradSync:
     def begin_step(self) -> None:
         """Open the next step, however the last one ended."""
         self.settle()
+        self._give_up_cleared_step()
         if self.state is StepState.IDLE or (self.state is StepState.AGREED and not self.updates_jointly):
             self.enter(StepState.OPEN)
+
+    def _give_up_cleared_step(self) -> None:
+        """Give up a step that an exception has ended between forward and backward, as far as ``zero_grad()`` tells.
+
+        Right after it a backward may still reach the forward. When the next forward begins instead, the other ranks wait for
+        this one at the fence of that step.
+        """
+        if self.counters.has_cleared_forwards and not self._num_blocks:
+            self.fail("forward", "zero_grad() was called after it, and the next forward began without a backward")
+            self.settle()
 
     # ``with ddp.step():`` is two methods, not a generator: StopIteration of a data loader cannot be thrown into a generator.
 

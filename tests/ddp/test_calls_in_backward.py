@@ -5,7 +5,7 @@ import torch
 from loop_ranks import Ranks, Weights
 from torch.utils.checkpoint import checkpoint
 
-from megabucket import AgreedStop, DistributedDataParallel, DistributedOptimizer, ShardedEMA
+from megabucket import AgreedStop, DistributedDataParallel, DistributedOptimizer, ShardedEMA, finalize_grads
 from megabucket.errors import MegabucketError, PeerFailedError
 
 MODES = [pytest.param(False, id="all-reduce"), pytest.param(True, id="reduce-scatter")]
@@ -22,6 +22,9 @@ CALLS = {
     "a step of the optimizer": lambda _, optimizer: optimizer.step(),
     "a step of the optimizer, by clip_grad_norm_()": lambda _, optimizer: optimizer.clip_grad_norm_(1.0),
     "zero_grad()": lambda _, optimizer: optimizer.zero_grad(),
+    "start_grad_sync()": lambda ddp, _: ddp.start_grad_sync(),
+    "finish_grad_sync()": lambda ddp, _: ddp.finish_grad_sync(),
+    "finalize_grads()": lambda ddp, _: finalize_grads(ddp),
 }
 
 

@@ -7,6 +7,7 @@ import platform
 import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +17,7 @@ from rich.console import Console
 
 from .cells import Cell
 from .checkpoints.campaigns import app as checkpoints
-from .interrupts import CALLS, COMBOS, interrupt_at_lines
+from .interrupts import CALLS, COMBOS, FORM_COMBOS, Call, interrupt_at_lines
 from .judge import Name, Run, Verdict, judge
 from .kinds import KINDS, fault_of, select
 from .loopback import run_in_threads
@@ -79,12 +80,13 @@ def _line(cell: Cell, verdict: Verdict) -> str:
 def interrupts(
     every: Annotated[int, typer.Option(min=1, help="Interrupt at every nth line of the step.")] = 1,
     first: Annotated[int, typer.Option(min=1, help="The first line.")] = 1,
+    only: Annotated[str, typer.Option(help="Only modes and calls that match this glob.")] = "*",
 ) -> None:
-    """Interrupt one step at its lines, in each mode, and collective calls before it, over the loopback world."""
+    """Interrupt one step at its lines, in each mode and form, and each collective call, over the loopback world."""
     has_failed = False
-    runs = [(str(combo), combo, None) for combo in COMBOS] + [(name, COMBOS[1], call) for name, call in CALLS.items()]
-    for name, combo, call in runs:
-        result = interrupt_at_lines(combo, every=every, first=first, call=call)
+    runs = {str(combo): Call(combo=combo) for combo in (*COMBOS, *FORM_COMBOS)} | CALLS
+    for name, call in {name: call for name, call in runs.items() if fnmatchcase(name, only)}.items():
+        result = interrupt_at_lines(call.combo, every=every, first=first, call=call)
         has_failed |= bool(result.failures)
         typer.echo(f"{name}: {result.describe()}")
         for failure in result.failures:

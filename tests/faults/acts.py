@@ -32,13 +32,11 @@ class Do(enum.Enum):
 class Edit:
     """A gradient that a rank changes on its way into the buffer.
 
-    ``nan`` or ``inf`` in one element; all of it ``huge`` or ``doubled``; or taken out (``none``).
+    ``nan`` or ``inf`` in one element, or all of it ``huge``; by a post-accumulate hook ``doubled``, ``replaced`` or ``cleared``.
     """
 
     param: str
     what: str
-    is_accumulated: bool = False
-    """Whether a post-accumulate hook does it, instead of a hook of the tensor."""
 
 
 @dataclass(frozen=True, slots=True)

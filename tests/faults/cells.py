@@ -5,22 +5,24 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megabucket.errors import ReplicasDivergedError
+
 from .acts import Acts, make_step
-from .model import FaultModel
+from .model import EXPERT, DelayedLinear, FaultModel
 
 if TYPE_CHECKING:
     from .oracle import Oracle
 
 HEALTHY_STEPS = 2
 """Steps before the first fault."""
-STEPS_AFTER = 3
-"""Steps of a cell from the fault on, without it."""
+STEPS_AFTER = 6
+"""Steps behind the step of the fault. Its error may come one step later; five more are compared after that."""
 BOOM = "boom on purpose"
 
 
@@ -29,6 +31,20 @@ class Mode(str, enum.Enum):
 
     ALL_REDUCE = "all-reduce"
     REDUCE_SCATTER = "reduce-scatter"
+
+
+class Form(str, enum.Enum):
+    """How the program is built. All but the first use the ``DistributedOptimizer`` in both modes."""
+
+    PLAIN = ""  # one wrapper, one group, and with all-reduce a plain optimizer
+    GROUPS = "groups"  # the last layer is an expert, which every second rank holds
+    REPLICAS = "replicas"  # sharded over pairs, replicated across them
+    COPIES = "copies"  # pairs of tensor-parallel ranks hold copies of all parameters; the norm is taken over all ranks
+    CHAINED = "chained"  # a wrapper around each half of the model, and a ChainedOptimizer
+    SCALER = "scaler"  # with DynamicGradScaler
+    AMP = "amp"  # with torch.amp.GradScaler
+    CLOSURE = "closure"  # forward and backward run in the closure of step()
+    DELAYED = "delayed"  # the gradient of one weight comes after backward, by grad_ready()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +56,25 @@ class Combo:
     num_ranks: int
     is_explicit: bool = False
     """Whether the loop calls ``finish_grad_sync()`` itself (``finish="explicit"``)."""
+    form: Form = Form.PLAIN
 
     @property
     def is_sharded(self) -> bool:
         """Whether gradients are reduce-scattered."""
         return self.mode is Mode.REDUCE_SCATTER
+
+    @property
+    def has_own_optimizer(self) -> bool:
+        """Whether the loop steps a ``DistributedOptimizer``."""
+        return self.is_sharded or self.form is not Form.PLAIN
+
+    def data_rank(self, rank: int) -> int:
+        """Return whose batches a rank reads: tensor-parallel ranks read the same ones."""
+        return rank // 2 if self.form is Form.COPIES else rank
+
+    def holds_same(self, rank: int, other: int, param: str) -> bool:
+        """Return whether two ranks hold the same parameter of that name."""
+        return self.form is not Form.GROUPS or not param.startswith(EXPERT) or rank % 2 == other % 2
 
     @property
     def waits_in_step(self) -> bool:
@@ -53,7 +83,8 @@ class Combo:
 
     def __str__(self) -> str:
         overlap = "overlap" if self.overlaps else "no-overlap"
-        return f"{self.mode.value}/{overlap}/{self.num_ranks}" + "/explicit" * self.is_explicit
+        form = f"/{self.form.value}" if self.form.value else ""
+        return f"{self.mode.value}/{overlap}/{self.num_ranks}{form}" + "/explicit" * self.is_explicit
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +140,7 @@ class Expectation:
     """What must be seen on the ranks.
 
     Attributes:
-        errors: classes of which every live rank must raise the same one.
+        errors: classes of which every live rank must raise one; that of a base class stands for all that are derived from it.
         fields: attributes of the error; ``AnyOf`` for one of several values.
         texts: what the text must contain.
         own_error: what the rank at fault may show instead, for instance its own exception; an empty one is no error.
@@ -151,6 +182,11 @@ class Expectation:
     def alternatives(self) -> tuple[Expectation, ...]:
         """Return all in which the step may end, this one first."""
         return (replace(self, otherwise=()), *self.otherwise)
+
+    def on_chain(self) -> Expectation:
+        """Return what is expected of a chain, where the first part that fails lets the others fail, each with its own text."""
+        otherwise = tuple(one.on_chain() for one in self.otherwise)
+        return replace(self, fields={}, texts=(), same_text=False, is_agreed=False, otherwise=otherwise)
 
 
 RIGHT = Expectation(Outcome.RIGHT)
@@ -217,6 +253,9 @@ class Here:
     def reload(self) -> None:
         """Load the last good weights on this rank and make a new optimizer, here and in the oracle."""
         self.ddp.load_state_dict(self.snapshot)
+        if self.cell.combo.form is Form.CHAINED:
+            with suppress(ReplicasDivergedError):  # each part has an error of its own
+                self.remake_optimizer()
         self.optimizer = self.remake_optimizer()
         self.oracle.restart_from(self.snapshot)
 
@@ -226,6 +265,9 @@ class Here:
         self.step_stack = ExitStack()
         self.points.clear()
         self.on_collective.clear()
+        for layer in self.model.layers.values():
+            if isinstance(layer, DelayedLinear):
+                layer.waiting.clear()
 
 
 @dataclass(frozen=True)
@@ -240,7 +282,9 @@ class Fault:
         config: fields of the config of every rank.
         own_config: of the ranks at fault, besides.
         build: makes the model; ``own_build`` that of the ranks at fault.
-        before_wrap: called on every rank with its ``send``.
+        before_wrap: called on the ranks at fault with their ``send``.
+        around: called with the new wrapper; what it raises is an error of wrapping.
+        ends: how the program of a rank at fault ends after its error: nothing is called any more.
     """
 
     expect: Expectation = RIGHT
@@ -255,6 +299,8 @@ class Fault:
     build: Callable[[], FaultModel] = FaultModel
     own_build: Callable[[], FaultModel] | None = None
     before_wrap: Callable[[int, Callable[..., None]], None] | None = None
+    around: Callable[[Any], object] | None = None
+    ends: Callable[[Here], object] | None = None
     wraps_twice: bool = False
     uses_block: bool = False
     group_timeout_s: float = 12.0
@@ -291,6 +337,25 @@ EXPLICIT = tuple(Combo(mode, True, 2, is_explicit=True) for mode in Mode)
 TWO = (Combo(Mode.ALL_REDUCE, True, 2), Combo(Mode.REDUCE_SCATTER, True, 2))
 
 
+def in_forms(*forms: Form) -> tuple[Combo, ...]:
+    """Return each form in each mode that it has. Some are about groups among four ranks."""
+    combos = []
+    for form in forms or tuple(Form)[1:]:
+        num_ranks = 4 if form in (Form.GROUPS, Form.REPLICAS, Form.COPIES) else 2
+        for mode in Mode:
+            is_explicit = form is Form.DELAYED and mode is Mode.ALL_REDUCE  # which such gradients need there
+            overlaps = mode is Mode.ALL_REDUCE or form in (Form.GROUPS, Form.COPIES, Form.SCALER, Form.CLOSURE)
+            if not (form is Form.REPLICAS and mode is Mode.ALL_REDUCE):
+                combos.append(Combo(mode, overlaps, num_ranks, is_explicit, form))
+    return tuple(combos)
+
+
+FORMS = in_forms()
+GRIDS = in_forms(Form.GROUPS, Form.REPLICAS, Form.COPIES)
+SCALED = in_forms(Form.SCALER, Form.AMP)
+OURS_SHARDED = tuple(combo for combo in FORMS if combo.is_sharded)
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """A row of the table.
@@ -321,6 +386,8 @@ class Kind:
         """Return why a cell is not run with torch DDP; empty if it is."""
         if not cell.combo.overlaps or cell.combo.is_explicit:
             return "torch DDP always overlaps, and waits by itself"
+        if cell.combo.form is not Form.PLAIN:
+            return "the program is built of our parts"
         if isinstance(self.not_in_torch, str):
             return self.not_in_torch
         return next((why for end, why in self.not_in_torch.items() if cell.place.endswith(end)), "")

@@ -7,11 +7,15 @@ repeated, ranks that are in different steps or have diverged load the last check
 
 from __future__ import annotations
 
+import linecache
+import math
 import random
 import signal
 import sys
+import tempfile
+import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,23 +25,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megabucket.checkpoint.checkpointer import load_checkpoint, save_checkpoint
+from megabucket.ddp.distributed_data_parallel import AgreedStop
+from megabucket.ddp.finalize import finalize_grads
 from megabucket.errors import (
     CollectiveError,
     InvariantError,
     MegabucketError,
     PeerLostError,
+    PhaseError,
     ReplicasDivergedError,
     StepMismatchError,
     WrapperBrokenError,
 )
+from megabucket.optim.averaging import ShardedEMA, param_norms
+from megabucket.optim.chained import ChainedOptimizer
 from megabucket.testing import LoopbackWorld
+from megabucket.testing.loopback import CollectiveDeadlockError
 
 from .acts import ALL_LAYERS, make_step
-from .cells import RIGHT, TWO, Cell, Combo, Fault, Here, Kind, Mode
+from .cells import GRIDS, RIGHT, TWO, Cell, Combo, Fault, Form, Here, Kind, Mode, in_forms
 from .judge import Name
 from .model import FaultModel, loss_of, make_batch
 from .oracle import Oracle, first_difference
-from .systems import Ours
+from .systems import Ours, Scaled, make_groups
 
 BATCHES = (1, 2)
 """The interrupt comes in the first of them; batch 0 is trained before."""
@@ -46,10 +57,35 @@ _PACKAGE = str(Path(__file__).parent)
 _STANDS_FOR_C = ("megabucket/testing/loopback.py", "/threading.py")
 """Files that play the part of the back-end, where one call in C does what takes them several lines."""
 COMBOS = (*TWO, Combo(Mode.ALL_REDUCE, False, 2), Combo(Mode.REDUCE_SCATTER, False, 2))
+FORM_COMBOS = (*GRIDS, *in_forms(Form.SCALER))
+"""Without chains: that ranks wait for one another in different parts is seen over the store, which threads have not."""
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
 
 
 class Alarm(Exception):  # noqa: N818 - what a handler raises is no error of its own
     """What the handler of a signal raises."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """Calls whose lines are interrupted, in place of those of the whole step.
+
+    Attributes:
+        before: the step; ``between``: backward and the update; ``update``: in place of it.
+        is_alone: it is all that the ranks do, and who is interrupted does not repeat it.
+        config: fields of the config.
+    """
+
+    before: Callable[[Trainer], object] | None = None
+    between: Callable[[Trainer], object] | None = None
+    update: Callable[[Trainer], object] | None = None
+    is_alone: bool = False
+    combo: Combo = COMBOS[1]
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -57,11 +93,14 @@ class Trainer:
     """One rank, and what it has seen."""
 
     rank: int
-    size: int
+    combo: Combo
     ddp: Any
     make_optimizer: Callable[[Any], Any]
-    call: Callable[[Trainer], object] | None = None
-    """A collective call before each step."""
+    call: Call = Call()
+    wrap_again: Callable[[Any], Any] = lambda module: module
+    """Wraps the module anew."""
+    root: Path = Path()
+    """Of checkpoints."""
     snapshot: dict[str, torch.Tensor] = field(default_factory=dict)
     optimizer: Any = None
     seen: list[str] = field(default_factory=list)
@@ -72,35 +111,77 @@ class Trainer:
     def __post_init__(self) -> None:
         self.optimizer = self.make_optimizer(self.ddp)
 
-    def step(self, batch: int) -> None:
-        """Train on one batch."""
+    def step(self, batch: int, interrupting: Callable[[], Any] | None = None) -> None:
+        """Train on one batch. What is interrupted is all of it, or the calls if there are any."""
+        interrupting = interrupting or _nothing
+        if (self.call.before or self.call.between or self.call.update) and not self.call.is_alone:
+            self._step(batch, interrupting)
+        else:
+            with interrupting():
+                self._step(batch, _nothing)
+
+    def _step(self, batch: int, interrupting: Callable[[], Any]) -> None:
         torch.set_grad_enabled(True)  # torch's own contexts leave it off when an interrupt meets their first line
-        inputs, targets = make_batch(seed=0, batch=batch, rank=self.rank, microbatch=0)
+        call = self.call
+        if call.before is not None and not call.is_alone:
+            with suppress(PhaseError):  # a rebuild has failed, and the module is not wrapped until the next one
+                self.optimizer.zero_grad()
+            with interrupting():
+                call.before(self)
         self.optimizer.zero_grad()
-        if self.call is not None:
-            self.call(self)
         self.ddp.step_number = batch
-        loss_of(self.ddp(inputs, ALL_LAYERS), targets).backward()
-        self.optimizer.step()
+        self.backward(batch)
+        if call.between is not None:
+            with interrupting():
+                call.between(self)
+        if call.update is not None:
+            with interrupting():
+                call.update(self)
+        else:
+            self.optimizer.step()
+
+    def wrap(self) -> None:
+        """Wrap the module anew, once it is detached."""
+        self.ddp = self.wrap_again(self.ddp.module)
+
+    def backward(self, batch: int) -> None:
+        """Run forward and backward."""
+        inputs, targets = make_batch(seed=0, batch=batch, rank=self.combo.data_rank(self.rank), microbatch=0)
+        loss = loss_of(self.ddp(inputs, ALL_LAYERS), targets)
+        (self.optimizer.scaler.scale(loss) if isinstance(self.optimizer, Scaled) else loss).backward()
 
     def save(self) -> None:
         """Keep the weights."""
         self.snapshot = {name: value.clone() for name, value in self.ddp.state_dict().items()}
 
     def restore(self) -> None:
-        """Go back to the weights that were kept."""
-        self.ddp.zero_grad()
-        self.ddp.load_state_dict(self.snapshot)
-        self.optimizer = self.make_optimizer(self.ddp)
+        """Go back to the weights that were kept, when all ranks do."""
+        for _ in range(_MOST_TRIES):
+            if self._is_restored():
+                return
 
-    def train(self, interrupting: Callable[[], Any]) -> None:
+    def _is_restored(self) -> bool:
+        try:
+            self.ddp.zero_grad()
+            self.ddp.load_state_dict(self.snapshot)
+            self.optimizer = self.make_optimizer(self.ddp)
+        except (WrapperBrokenError, PeerLostError, CollectiveError, InvariantError):
+            raise
+        except MegabucketError as error:
+            self.seen.append(_where(error))
+            return False
+        return True
+
+    def train(self, interrupting: Callable[[], Any]) -> None:  # noqa: C901 - a branch for each thing that a step may raise
         """Train on all batches, the first tries of which are interrupted; note everything that is raised."""
+        if self.call.is_alone:
+            self._call_alone(interrupting)
+            return
         batch, tries = BATCHES[0], 0
         while batch <= BATCHES[-1] and tries < _MOST_TRIES:
             tries += 1
             try:
-                with interrupting():
-                    self.step(batch)
+                self.step(batch, interrupting)
                 batch += 1
             except (Alarm, KeyboardInterrupt):
                 self.seen.append("interrupted")
@@ -109,25 +190,58 @@ class Trainer:
                 self.refuses()
                 return
             except (CollectiveError, InvariantError) as error:
-                self.wrong = f"{type(error).__name__}: {error}"
+                self.wrong = _where(error)
                 return
             except MegabucketError as error:
-                self.seen.append(f"{type(error).__name__}: {error}")
+                self.seen.append(_where(error))
                 self.named.add(str(error))
-                if isinstance(error, StepMismatchError | ReplicasDivergedError):
+                # An error of what comes after an update does not say whether the weights have changed.
+                if isinstance(error, StepMismatchError | ReplicasDivergedError) or self.call.update:
                     self.restore()
                     batch = BATCHES[0]
             except BaseException as error:
-                self.wrong = f"{type(error).__name__}: {error}"
+                self.wrong = _where(error)
                 return
         try:
             self.ddp.finish_param_sync()
         except (WrapperBrokenError, PeerLostError):  # the updated shard of another rank will never come
             self.refuses()
             return
+        except MegabucketError as error:
+            self.wrong = self.wrong or f"{type(error).__name__}: {error}"
         if batch <= BATCHES[-1]:
             self.wrong = f"still in batch {batch} after {tries} tries"
-        self.wrong = self.wrong or first_difference(dict(self.ddp.module.named_parameters()), expected_weights(self.size))
+        self.wrong = self.wrong or first_difference(
+            dict(self.ddp.module.named_parameters()), expected_weights(self.combo, self.rank)
+        )
+
+    def _call_alone(self, interrupting: Callable[[], Any]) -> None:
+        """Make the call once. Where it is interrupted the program ends, and leaves a plain module behind."""
+        assert self.call.before is not None
+        model = self.ddp.module
+        try:
+            with interrupting():
+                self.call.before(self)
+        except (Alarm, KeyboardInterrupt):
+            self.seen.append("interrupted")
+        except CollectiveDeadlockError as error:  # which stands for the end of the other's process
+            self.named.add(str(error))
+        except MegabucketError as error:
+            self.named.add(str(error))
+        except BaseException as error:
+            self.wrong = _where(error)
+            return
+        if not (self.seen or self.named):
+            return
+        self.ddp.detach()  # again, or as the wrapper's constructor has done
+        inputs, targets = make_batch(seed=0, batch=0, rank=0, microbatch=0)
+        params = dict(model.named_parameters())
+        right = dict(zip(params, torch.autograd.grad(loss_of(model(inputs), targets), list(params.values())), strict=True))
+        try:
+            loss_of(model(inputs), targets).backward()
+            self.wrong = first_difference({name: param.grad for name, param in params.items()}, right)
+        except PhaseError as error:  # says that the module is neither plain nor wrapped
+            self.named.add(str(error))
 
     def refuses(self) -> None:
         """Try to go on, which a broken wrapper refuses, at the latest where nothing that was sent before is left to meet."""
@@ -140,31 +254,90 @@ class Trainer:
         self.wrong = "a broken wrapper took one more step"
 
 
-CALLS: dict[str, Callable[[Trainer], object]] = {
-    "broadcast_params": lambda trainer: trainer.ddp.broadcast_params(),
-    "check_replicas": lambda trainer: trainer.ddp.check_replicas(),
-    "state_dict": lambda trainer: trainer.optimizer.state_dict(),
+def _make_optimizer(trainer: Trainer) -> None:
+    trainer.optimizer = trainer.make_optimizer(trainer.ddp)
+
+
+def _make_chain(trainer: Trainer) -> None:
+    trainer.optimizer = ChainedOptimizer(trainer.optimizer.optimizers)
+
+
+def _save_and_load(trainer: Trainer) -> None:
+    save_checkpoint(trainer.root, trainer.ddp, trainer.optimizer, step=1, overwrite=True)
+    load_checkpoint(trainer.root, trainer.ddp, trainer.optimizer)
+
+
+def _average(trainer: Trainer) -> None:
+    average = ShardedEMA(trainer.optimizer, decay=0.5)
+    average.update()
+    average.values()
+
+
+def _measure(trainer: Trainer) -> None:
+    with param_norms(trainer.optimizer):
+        trainer.optimizer.step()
+
+
+def _start_over(trainer: Trainer) -> None:
+    """Drop a whole step that is reduced."""
+    trainer.ddp.step_number = _OTHER_BATCH
+    trainer.backward(_OTHER_BATCH)
+    trainer.ddp.finish_grad_sync()
+    trainer.optimizer.zero_grad()
+
+
+_OTHER_BATCH = 7
+CALLS: dict[str, Call] = {
+    "wrap": Call(lambda trainer: trainer.wrap(), is_alone=True),
+    "detach": Call(lambda trainer: trainer.ddp.detach(), is_alone=True),
+    "DistributedOptimizer()": Call(_make_optimizer),
+    "ChainedOptimizer()": Call(_make_chain, combo=in_forms(Form.CHAINED)[1]),
+    "broadcast_params": Call(lambda trainer: trainer.ddp.broadcast_params()),
+    "check_replicas": Call(lambda trainer: trainer.ddp.check_replicas()),
+    "check_replicas of replicas": Call(lambda trainer: trainer.ddp.check_replicas(), combo=in_forms(Form.REPLICAS)[0]),
+    "rebuild": Call(lambda trainer: trainer.ddp.rebuild()),
+    "state_dict": Call(lambda trainer: trainer.optimizer.state_dict()),
+    "load_state_dict": Call(lambda trainer: trainer.optimizer.load_state_dict(trainer.optimizer.state_dict())),
+    "save_checkpoint, load_checkpoint": Call(_save_and_load),
+    "ShardedEMA.values": Call(_average),
+    "param_norms": Call(update=_measure),
+    "AgreedStop.poll": Call(lambda trainer: AgreedStop(trainer.ddp).poll()),
+    "train, eval": Call(lambda trainer: (trainer.ddp.eval(), trainer.ddp.train())),
+    "zero_grad after finish_grad_sync": Call(_start_over),
+    "finish_grad_sync": Call(between=lambda trainer: trainer.ddp.finish_grad_sync()),
+    "finalize_grads": Call(between=lambda trainer: finalize_grads(trainer.ddp), combo=in_forms(Form.COPIES)[1]),
+    "finalize_grads of all-reduce": Call(between=lambda trainer: finalize_grads(trainer.ddp), combo=in_forms(Form.COPIES)[0]),
+    "clip_grad_norm_": Call(between=lambda trainer: trainer.optimizer.clip_grad_norm_(math.inf)),
+    "unscale_grads": Call(
+        between=lambda trainer: trainer.optimizer.unscale_grads(1.0), config={"nonfinite_gradients": "allow"}
+    ),
 }
-"""Collective calls between two steps, for the second of ``COMBOS``, whose optimizer has shards."""
+"""What is called by all ranks, and interrupted on one."""
 
 
-_EXPECTED: dict[int, dict[str, torch.Tensor]] = {}
+_EXPECTED: dict[tuple[Combo, int], dict[str, torch.Tensor]] = {}
 
 
-def expected_weights(size: int) -> dict[str, torch.Tensor]:
+def expected_weights(combo: Combo, rank: int) -> dict[str, torch.Tensor]:
     """Return the weights after all batches."""
-    if size not in _EXPECTED:
-        oracle = Oracle(FaultModel(), seed=0, num_ranks=size)
+    if (combo, rank) not in _EXPECTED:
+        oracle = Oracle(FaultModel(), combo, rank, seed=0)
         for batch in (0, *BATCHES):
-            oracle.compute([make_step(batch)] * size)
+            oracle.compute([make_step(batch)] * combo.num_ranks)
             oracle.update()
-        _EXPECTED[size] = oracle.snapshot()
-    return _EXPECTED[size]
+        _EXPECTED[combo, rank] = oracle.snapshot()
+    return _EXPECTED[combo, rank]
+
+
+def _where(error: BaseException) -> str:
+    """Return an error and the lines that it came from."""
+    lines = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)[-4:]]
+    return f"{type(error).__name__}: {error} [{' '.join(lines)}]"
 
 
 def verdict_of(trainers: list[Trainer]) -> tuple[Name, str]:
     """Return what became of the ranks."""
-    for trainer in trainers:
+    for trainer in sorted(trainers, key=lambda one: "Deadlock" in one.wrong):  # which may be about a rank that has ended
         if trainer.wrong:
             is_hang = "Deadlock" in trainer.wrong or "Mismatched" in trainer.wrong
             name = Name.HUNG if is_hang else Name.SILENT if "should be" in trainer.wrong else Name.WRONG
@@ -200,8 +373,8 @@ class _AtLine:
 
     @property
     def has_come(self) -> bool:
-        """Whether the step had that many lines."""
-        return self._left <= 0
+        """Whether there were that many lines."""
+        return bool(self.where)
 
     def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
         name = frame.f_code.co_filename
@@ -211,7 +384,9 @@ class _AtLine:
             return None
         if event == "line":
             self._left -= 1
-            if self._left == 0:
+            # A `with` is also the line on which its block ends, between two instructions at which no signal is handled: an
+            # exception there would leave a lock locked.
+            if self._left <= 0 and not linecache.getline(name, frame.f_lineno).lstrip().startswith("with "):
                 self.where = f"{name}:{frame.f_lineno}"
                 raise (KeyboardInterrupt if self._is_odd else Alarm)(self.where)
         return self._trace
@@ -228,11 +403,6 @@ def _is_inside_c(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 @dataclass
@@ -253,47 +423,50 @@ class InterruptResult:
         return f"{sum(self.counts.values())} interrupts: " + ", ".join(f"{n} {name.value}" for name, n in self.counts.items())
 
 
-def interrupt_at_lines(
-    combo: Combo,
-    *,
-    every: int = 1,
-    first: int = 1,
-    config: dict[str, Any] | None = None,
-    call: Callable[[Trainer], object] | None = None,
-) -> InterruptResult:
-    """Interrupt one step, or the call before it, at every line, or every nth, each in a loopback world of its own."""
+def interrupt_at_lines(combo: Combo, *, every: int = 1, first: int = 1, call: Call | None = None) -> InterruptResult:
+    """Interrupt one step, or a call, at every line, or every nth, each in a loopback world of its own."""
     result = InterruptResult()
+    call = Call(combo=combo) if call is None else call
     position, ends = first, False
-    unraisable, sys.unraisablehook = (
-        sys.unraisablehook,
-        lambda _: None,
-    )  # an interrupt in a destructor is lost, and that is right
+    # An interrupt in a destructor is lost, and that is right.
+    unraisable, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         while not ends:
             at_line = _AtLine(position)
-            culprit = position % combo.num_ranks
-            trainers = _train_in_threads(combo, config or {}, call, culprit=culprit, at_line=at_line)
+            culprit = position % call.combo.num_ranks
+            trainers = _train_in_threads(call, culprit=culprit, at_line=at_line)
             ends = not at_line.has_come
             if not ends:
                 name, text = verdict_of(trainers)
-                result.add(name, f"{combo}, line {position} ({at_line.where}): {text}")
+                result.add(name, f"{call.combo}, line {position} ({at_line.where}): {text}")
             position += every
     finally:
         sys.unraisablehook = unraisable
     return result
 
 
-def _train_in_threads(
-    combo: Combo, config: dict[str, Any], call: Callable[[Trainer], object] | None, *, culprit: int, at_line: _AtLine
-) -> list[Trainer]:
+def _train_in_threads(call: Call, *, culprit: int, at_line: _AtLine) -> list[Trainer]:
+    combo, config = call.combo, call.config
     world = LoopbackWorld(combo.num_ranks, timeout_s=20.0)
-    ours = Ours(combo)
+    groups = make_groups(combo, world.subgroup)
 
     def run(rank: int) -> Trainer:
+        ours = Ours(combo, groups=groups[rank])
         ddp = ours.wrap(FaultModel(), config, world.communicator(rank))
-        trainer = Trainer(rank, combo.num_ranks, ddp, lambda ddp: ours.make_optimizer(ddp.module, ddp, 0.0), call)
-        trainer.step(0)
-        trainer.save()
+        trainer = Trainer(
+            rank,
+            combo,
+            ddp,
+            lambda ddp: ours.make_optimizer(ddp.module, ddp, 0.0),
+            call,
+            wrap_again=lambda module: ours.wrap(module, config, world.communicator(rank)),
+            root=Path(root),
+        )
+        if call is CALLS["wrap"]:
+            trainer.ddp.detach()
+        elif not call.is_alone:
+            trainer.step(0)
+            trainer.save()
         trainer.train(at_line if rank == culprit else _nothing)
         try:
             trainer.ddp.detach()  # all that is left to do with a broken one
@@ -301,7 +474,8 @@ def _train_in_threads(
             trainer.wrong = trainer.wrong or f"detach(): {type(error).__name__}: {error}"
         return trainer
 
-    return world.run(run)
+    with tempfile.TemporaryDirectory(prefix="megabucket-faults-") as root:
+        return world.run(run)
 
 
 # Signals, in processes #
@@ -348,7 +522,7 @@ def _alarms(cell: Cell) -> Fault:
 def _wrap_on_process(here: Here) -> Trainer:
     ours = Ours(here.cell.combo)
     ddp = ours.wrap(FaultModel(), {})
-    trainer = Trainer(here.rank, here.num_ranks, ddp, lambda ddp: ours.make_optimizer(ddp.module, ddp, 0.0))
+    trainer = Trainer(here.rank, here.cell.combo, ddp, lambda ddp: ours.make_optimizer(ddp.module, ddp, 0.0))
     trainer.step(0)
     trainer.save()
     return trainer

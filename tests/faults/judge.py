@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from .cells import AnyOf, Cell, Expectation, Outcome, Recovery
 from .player import FaultOf, Play
 
 _LOG_CHARS = 1_500
+_STUCK = ("CollectiveDeadlockError", "MismatchedCollectiveError", "CollectiveError")
 Event = Mapping[str, Any]
 
 
@@ -25,6 +26,7 @@ class Name(str, enum.Enum):
     NAMED = "named, next step right"
     BROKEN = "named, broken on all"
     WRONG = "wrong"  # an error, but another one, or not on all ranks, not alike, not in time; or what follows is wrong
+    APART = "a batch apart"  # ranks updated on batches of different steps, whatever each of them has raised or compared
     SILENT = "silent"  # some rank had a wrong gradient or weight without an error in that step
     HUNG = "hung"  # some live rank was not done at the time limit
     ABORTED = "aborted"  # a rank that should live was ended by a signal or without a report
@@ -147,7 +149,13 @@ class _Window:
 
 def _judge_one(run: Run, expected: Expectation, cell: Cell, window: _Window) -> Verdict:
     live = live_ranks(run, expected)
-    silent = _silence(run, live, range(window.fault, window.fault + expected.later_by))
+    apart = _distance(run, live)
+    if apart:
+        return Verdict(Name.APART, apart)
+    tolerated = {
+        (rank, window.fault + late) for rank in live for late in range(expected.steps_late(is_culprit=rank == cell.culprit))
+    }
+    silent = _silence(run, live, tolerated)
     if silent:
         return Verdict(Name.SILENT, silent)
     if expected.outcome is Outcome.NAMED:
@@ -163,9 +171,11 @@ def _find_breakage(run: Run, expected: Expectation) -> Verdict | None:
     """Return the verdict on ranks that did not all come to an end, or ``None``."""
     live = live_ranks(run, expected)
     for name, reason in (
-        (Name.HARNESS, _failure_of_harness(run, live)),
+        (Name.HARNESS, "" if run.has_started else f"no group: {next(iter(_broken(run, live)), 'a rank did not join')}"),
+        (Name.APART, _distance(run, live)),
         (Name.SILENT, _raised(run, "InFlightWriteError")),
         (Name.ABORTED, _abort(run, live)),
+        (Name.HARNESS, _failure_of_harness(run, live)),
         (Name.HUNG, _hang(run, live)),
         (Name.ABORTED, _disappearance(run, live)),
     ):
@@ -175,10 +185,12 @@ def _find_breakage(run: Run, expected: Expectation) -> Verdict | None:
 
 
 def _failure_of_harness(run: Run, live: list[int]) -> str:
-    texts = [f"rank {event['rank']}: {event['text']}" for event in run.of("broken") if event["rank"] in live]
-    if not run.has_started:
-        return f"no group: {texts[0] if texts else 'a rank did not join'}"
-    return texts[0] if texts else ""
+    return next((text for text in _broken(run, live) if not any(name in text for name in _STUCK)), "")
+
+
+def _broken(run: Run, live: list[int]) -> list[str]:
+    """Return what ranks have raised outside their steps."""
+    return [f"rank {event['rank']}: {event['text']}" for event in run.of("broken") if event["rank"] in live]
 
 
 def _abort(run: Run, live: list[int]) -> str:
@@ -194,7 +206,7 @@ def _hang(run: Run, live: list[int]) -> str:
     if child is not None and child["said"] == "hung":
         return f"the forked child of rank {child['rank']}"
     # The loopback world notices at once that nobody will come, or that different collectives would be mixed.
-    stuck_text = _raised(run, "CollectiveDeadlockError", "MismatchedCollectiveError", "CollectiveError")
+    stuck_text = _raised(run, *_STUCK) or next(iter(_broken(run, live)), "")
     if stuck_text or not run.timed_out:
         return stuck_text
     stuck = sorted(set(run.killed) & set(live))
@@ -204,7 +216,8 @@ def _hang(run: Run, live: list[int]) -> str:
 
 def _raised(run: Run, *classes: str) -> str:
     """Return the first step that ended in one of some errors, in words; empty if none."""
-    errors = [(event, event["error"]) for event in run.of("step") if event["error"] and event["error"]["class"] in classes]
+    events = [*run.of("step"), *run.of("no recovery")]
+    errors = [(event, event["error"]) for event in events if event["error"] and event["error"]["class"] in classes]
     return next((f"step {event['attempt']}, rank {event['rank']}: {_shown(error)}" for event, error in errors), "")
 
 
@@ -230,17 +243,38 @@ def _unless_vacuous(run: Run, cell: Cell, expected: Expectation, verdict: Verdic
 # Values #
 
 
-def _silence(run: Run, live: list[int], tolerated: range) -> str:
-    """Return the first wrong value on a rank that saw no error in that step, or where replicas differ without one."""
+def _distance(run: Run, live: list[int]) -> str:
+    """Return the first step in which ranks updated on different batches, in words; empty if there is none.
+
+    A step is here what the ranks agreed on, counted by the wrapper, and not what each of them takes it for. Nothing else shows
+    a rank that has left a batch out: each may have raised what it should, and be right by its own count.
+    """
+    by_step: dict[int, dict[int, list[int]]] = defaultdict(dict)
+    for event in run.of("step"):
+        if event["rank"] in live and event["error"] is None and event.get("trained"):
+            by_step[event["counter"]][event["rank"]] = list(event["trained"])
+    for step, batches in sorted(by_step.items()):
+        if len({tuple(found) for found in batches.values()}) > 1:
+            first = next((event for event in run.of("step") if event["error"]), None)
+            after = f", after rank {first['rank']} had {_shown(first['error'])}" if first else ""
+            return f"in agreed step {step} the ranks trained on batches {dict(sorted(batches.items()))}{after}"
+    return ""
+
+
+def _silence(run: Run, live: list[int], tolerated: Collection[tuple[int, int]]) -> str:
+    """Return the first wrong value on a rank that saw no error in that step, or where replicas differ without one.
+
+    Args:
+        tolerated: ranks and steps whose error comes later.
+    """
     digests: dict[int, set[int]] = defaultdict(set)
     for event in run.of("step"):
         rank, step = event["rank"], event["attempt"]
-        if rank not in live or event["error"] is not None or step in tolerated:
+        if rank not in live or event["error"] is not None or (rank, step) in tolerated:
             continue
         if event["wrong_grads"]:
             return f"step {step}, rank {rank}: gradient {event['wrong_grads']}"
-        weights = run.first("weights", rank=rank, attempt=step)
-        if weights is not None:
+        for weights in [*run.of("weights", rank=rank, attempt=step)][-1:]:  # where it was tried again, of the last time
             digests[step].add(weights["digest"])
             if weights["wrong"]:
                 return f"step {step}, rank {rank}: weight {weights['wrong']}"
@@ -260,6 +294,8 @@ def _problems_of_right_steps(run: Run, expected: Expectation, window: _Window, l
 
 
 def _problems_beside_the_error(run: Run, expected: Expectation) -> Iterator[str]:
+    for event in run.of("no recovery"):
+        yield f"rank {event['rank']} could not do what the error asks for: {_shown(event['error'])}"
     if expected.signal_within_s:
         sent, handled = run.first("signal"), run.first("handled")
         if sent is None or handled is None:
@@ -331,7 +367,8 @@ class _ErrorJudge:
         return None, 0.0
 
     def _is_own(self, rank: int, error: Event | None) -> bool:
-        return rank == self._cell.culprit and (error["class"] if error else "") in self._expected.own_error
+        is_it = _is_one_of(error, self._expected.own_error) if error else "" in self._expected.own_error
+        return rank == self._cell.culprit and is_it
 
     def _last_step(self, rank: int) -> int:
         """Return the step in which a rank must have raised the agreed error."""
@@ -354,7 +391,7 @@ class _ErrorJudge:
             elif not (self._is_over and self._is_own(rank, error)):
                 checked[rank] = error
         for rank, error in checked.items():
-            if error["class"] not in expected.errors:
+            if not _is_one_of(error, expected.errors):
                 yield f"rank {rank} raised {_shown(error)}, expected {' or '.join(expected.errors)}"
             yield from self._wrong_fields(rank, error)
             for text in expected.texts:
@@ -435,7 +472,8 @@ def _judge_torch(run: Run, expected: Expectation, window: _Window) -> Verdict:
     last = window.fault + expected.later_by
     reports = [run.first("step", rank=rank, attempt=last) for rank in live]
     all_raise = all(report is not None and report["error"] for report in reports)
-    silent = _silence(run, live, range(window.fault, last) if all_raise else range(0))
+    late = [(rank, step) for rank in live for step in range(window.fault, last)] if all_raise else ()
+    silent = _silence(run, live, late)
     if silent:
         return Verdict(Name.SILENT, silent)
     refused = [event for event in run.of("wrap") if event["error"]]
@@ -461,6 +499,10 @@ def _goes_on(run: Run, errors: Mapping[int, Event], window: _Window) -> bool:
         if not following or any(event["error"] for event in following) or following[-1]["attempt"] != window.stop - 1:
             return False
     return True
+
+
+def _is_one_of(error: Event, classes: Sequence[str]) -> bool:
+    return any(name in classes for name in (error["class"], *error.get("bases", ())))
 
 
 def _plain(value: Any) -> Any:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megabucket.checkpoint.checkpointer import load_checkpoint, save_checkpoint
 
 from .acts import ALL_LAYERS, Act, Acts, Do, after, before, find, make_step
-from .cells import PAIRS, RIGHT, SHARDED, TWO, Cell, Combo, Fault, Here, Kind, Mode, Recovery, named
+from .cells import GRIDS, OURS_SHARDED, PAIRS, RIGHT, SHARDED, TWO, Cell, Combo, Fault, Here, Kind, Mode, Recovery, named
 from .model import FaultModel, loss_of, make_batch
 from .oracle import Oracle, first_difference
 from .systems import Ours
@@ -58,7 +58,7 @@ def _second(here: Here) -> dict[str, Any]:
     model = FaultModel()
     ours = Ours(here.cell.combo)
     ddp = ours.wrap(model, {})
-    oracle = Oracle(model, seed=here.cell.seed, num_ranks=here.num_ranks)
+    oracle = Oracle(model, here.cell.combo, here.rank, seed=here.cell.seed)
     return {"ddp": ddp, "optimizer": ours.make_optimizer(model, ddp, 0.0), "oracle": oracle}
 
 
@@ -208,7 +208,7 @@ CALL_KINDS = (
         "A rank alone in a collective call: one error on all ranks says who is in which call; the next step is right.",
         _one_call,
         places=tuple(name for name in _CALLS if name not in (*_OF_SHARDS, *_LEAVING)),
-        combos=PAIRS,
+        combos=(*PAIRS, *GRIDS),
         not_in_torch=_NO_TORCH,
     ),
     Kind(
@@ -216,7 +216,7 @@ CALL_KINDS = (
         "As one-call, for the optimizer's state.",
         _one_call,
         places=_OF_SHARDS,
-        combos=SHARDED,
+        combos=(*SHARDED, *(combo for combo in GRIDS if combo.is_sharded)),
         not_in_torch=_NO_TORCH,
     ),
     Kind(
@@ -288,7 +288,7 @@ CALL_KINDS = (
         "A learning rate that is not finite: named, and nobody updates.",
         _settings,
         places=tuple(f"{who}-{what}" for what in ("lr-nan", "lr-inf") for who in ("one", "all")),
-        combos=SHARDED[:2],
+        combos=(*SHARDED[:2], *OURS_SHARDED),
         not_in_torch="torch DDP looks at no settings",
     ),
 )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .acts import Act, Acts, Do, before
-from .cells import FEW, PAIRS, RIGHT, SHARDED, TWO, Cell, Fault, Here, Kind, Recovery, named
+from .cells import FEW, GRIDS, OURS_SHARDED, PAIRS, RIGHT, SHARDED, TWO, Cell, Fault, Form, Here, Kind, Recovery, named
 from .model import WIDTH, FaultModel, FoldedLinear
 
 _LAYER = "1"
@@ -80,9 +80,10 @@ def _other_config(cell: Cell) -> Fault:
         "grad_reduction": "sum",
     }
     expect = named("LayoutMismatchError", at_wrap=True, texts=(f"config {cell.place}",))
-    # Gathering during forward is refused where these two are off, which would be another error than the one looked for.
-    own = {cell.place: others[cell.place], "overlap_param_gather": False}
-    return Fault(expect, own_config=own)
+    if cell.combo.form is Form.REPLICAS and cell.place == "use_distributed_optimizer":
+        # Without shards there are no replicas of them, which the rank at fault hears first.
+        expect = named(("LayoutMismatchError", "ConfigError", "PeerFailedError"), at_wrap=True, same_text=False)
+    return Fault(expect, own_config={cell.place: others[cell.place]})
 
 
 def _unwrappable(cell: Cell) -> Fault:
@@ -309,7 +310,7 @@ MODEL_KINDS = (
         "Refused when wrapping, with the first entries that differ; no rank is wrapped.",
         _other_model,
         places=tuple(_MODELS),
-        combos=PAIRS,
+        combos=(*PAIRS, *GRIDS),
         soaks=False,
     ),
     Kind(
@@ -317,7 +318,7 @@ MODEL_KINDS = (
         "Refused when wrapping, with the field and both values.",
         _other_config,
         places=("bucket_size", "unused_parameters", *_NOT_IN_TORCH),
-        combos=FEW,
+        combos=(*FEW, *GRIDS),
         not_in_torch=dict.fromkeys(_NOT_IN_TORCH, "torch DDP has no such setting"),
         soaks=False,
     ),
@@ -375,7 +376,7 @@ MODEL_KINDS = (
         "other-rate",
         "A rank that would update its shard with another learning rate is named, and nobody updates.",
         _other_rate,
-        combos=SHARDED,
+        combos=(*SHARDED, *OURS_SHARDED),
         not_in_torch="torch compares no hyperparameters",
     ),
 )

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
 import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from .cells import EVERY, FEW, PAIRS, RIGHT, SHARDED, Cell, Expectation, Fault, Here, Kind, Outcome, Recovery, named
+from .cells import EVERY, FEW, GRIDS, PAIRS, RIGHT, SHARDED, TWO, Cell, Expectation, Fault, Here, Kind, Outcome, Recovery, named
 from .model import loss_of, make_batch
 from .trip import Action, abort, die_by, freeze, freeze_for, hold_lock_for, install, leave, sleep_for
 
@@ -20,6 +22,7 @@ _DEAD_AFTER_S = 2.0
 _QUICK = {"heartbeat_s": 0.25, "dead_after_s": _DEAD_AFTER_S}
 _NOTICE_DEAD_S = 1.0
 _NOTICE_FROZEN_S = _DEAD_AFTER_S + 1.0
+_STALL_S = 5.0
 _SIGNAL_S = 0.3
 _TIMEOUT_S = 4.0
 """Of the group, where that is what ends a wait."""
@@ -155,6 +158,39 @@ def _store_gone(cell: Cell) -> Fault:
     return Fault(RIGHT, arm=arm)
 
 
+def _store_stalls(cell: Cell) -> Fault:
+    """Stop the process that hosts the group's store, and continue it after longer than a rank may be silent."""
+
+    def stall(send: Callable[..., None]) -> None:
+        send("ask", signal=int(signal.SIGSTOP), to=-1, after_s=0.0)
+        send("ask", signal=int(signal.SIGCONT), to=-1, after_s=_STALL_S)
+        time.sleep(0.3)
+        send("fault", at_s=time.monotonic())
+
+    # Whoever needs the store waits for it, or says so: an error of ours, on every rank.
+    within_s = _STALL_S + _NOTICE_FROZEN_S
+    if cell.place == "wrap":
+        refused = named("MegabucketError", at_wrap=True, same_text=False, within_s=within_s)
+        expect = replace(RIGHT, otherwise=(refused,))
+        return Fault(expect, before_wrap=lambda _, send: stall(send), config=_QUICK)
+    over = named("MegabucketError", same_text=False, is_agreed=False, within_s=within_s, recovery=Recovery.OVER)
+    expect = replace(RIGHT, otherwise=(over,))
+    return Fault(expect, arm=lambda here: stall(here.send) if here.is_culprit else None, config=_QUICK)
+
+
+def _no_descriptors(cell: Cell) -> Fault:
+    """Leave a process a few descriptors, or none, before it wraps."""
+    num_left = int(cell.place)
+
+    def limit(_: int, send: Callable[..., None]) -> None:
+        taken = len(list(Path("/proc/self/fd").iterdir()))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken + num_left, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        send("fault", at_s=time.monotonic())
+
+    refused = named("MegabucketError", at_wrap=True, same_text=False, within_s=_NOTICE_FROZEN_S)
+    return Fault(replace(RIGHT, otherwise=(refused,)), before_wrap=limit, config=_QUICK)
+
+
 def _let_wait(here: Here, number: signal.Signals) -> None:
     """Let the rank after the one at fault be slow, and have the latter sent a signal while it waits."""
     if here.rank == (here.cell.culprit + 1) % here.num_ranks:
@@ -203,12 +239,14 @@ _FROZEN = f"The others raise an error that names the rank within dead_after_s + 
 _IN_TIME = "Right: the rank was silent for less than dead_after_s."
 
 PROCESS_KINDS = (
-    _kind("SIGKILL", "The others raise an error that names the rank within 1 s.", _dies, places=_DEATHS, combos=EVERY),
+    _kind(
+        "SIGKILL", "The others raise an error that names the rank within 1 s.", _dies, places=_DEATHS, combos=(*EVERY, *GRIDS)
+    ),
     _kind("SIGKILL-in-gather", "As SIGKILL.", _dies, places=("gather",), combos=SHARDED),
     _kind("SIGSEGV", "As SIGKILL.", _dies, places=("backward-1", "optimizer")),
     _kind("abort", "As SIGKILL.", _dies, places=("backward-1", "between"), combos=FEW),
     _kind("exit", "As SIGKILL.", _dies, places=("forward", "backward-3", "fence"), combos=FEW),
-    _kind("SIGSTOP", _FROZEN, _freezes, places=("backward-1", "between", "fence")),
+    _kind("SIGSTOP", _FROZEN, _freezes, places=("backward-1", "between", "fence"), combos=(*PAIRS, *GRIDS)),
     _kind(
         "lock-held",
         "A rank whose Python stands still counts as frozen.",
@@ -235,5 +273,21 @@ PROCESS_KINDS = (
     ),
     _kind("fork", "The child gets an error instead of waiting for ever; the parent goes on.", _forks),
     _kind("group-destroyed", "Refused on every rank that destroyed its group.", _group_destroyed, places=("all", "one")),
+    _kind(
+        "store-stalls",
+        "Waited for, or an error of ours on every rank.",
+        _store_stalls,
+        places=("wrap", "step"),
+        combos=(*FEW, *GRIDS),
+        not_in_torch="wrapping with torch DDP needs the store",
+    ),
+    _kind(
+        "no-descriptors",
+        "A process that runs out of descriptors while wrapping is named on all ranks; if they suffice all is right.",
+        _no_descriptors,
+        places=("0", "6", "40"),
+        combos=(*TWO, *GRIDS),
+        not_in_torch="wrapping with torch DDP opens none",
+    ),
     _kind("store-gone", "Right: gradients do not need the store.", _store_gone, combos=FEW),
 )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from megabucket.errors import PhaseError
+from megabucket.errors import MegabucketError, PhaseError
 
 from .acts import ALL_LAYERS, Act, Acts, Do, Edit, after, before, changed, find, make_step, until, without
 from .cells import (
@@ -16,19 +15,25 @@ from .cells import (
     EVERY,
     EXPLICIT,
     FEW,
+    FORMS,
     PAIRS,
     RIGHT,
+    SCALED,
     SKIPPED,
     TWO,
     AnyOf,
     Cell,
     Expectation,
     Fault,
+    FaultError,
+    Form,
     Kind,
     Recovery,
+    in_forms,
     named,
 )
 from .model import layer_of_bucket
+from .systems import SCALE, make_scaler
 from .trip import boom, install
 
 _UNUSED = 1
@@ -39,6 +44,10 @@ _BROKEN = named("WrapperBrokenError", own_error=("FaultError",), later_by=1, sam
 """The others go on to gather what the failed rank has not updated."""
 _STALE = named("StepMismatchError")
 """A rank is in another step than the others."""
+
+
+_DROPPED = ("StepMismatchError", "PeerFailedError")
+"""What the others raise about a rank that has left a step."""
 
 
 def late(cell: Cell) -> Expectation:
@@ -94,9 +103,10 @@ def _skipped_step(cell: Cell) -> Fault:
 def _dropped_step(cell: Cell) -> Fault:
     """Clear the gradients on one rank instead of stepping on them."""
     at = Do.FINISH if cell.combo.is_explicit else Do.STEP
-    drops = replace(_STALE, own_error=("",))
+    drops = named(_DROPPED, own_error=("",))
     if not cell.combo.is_sharded and not cell.combo.is_explicit:
-        drops = DIVERGED
+        # Where the optimizer is ours, a collective of its own may tell the others before they update.
+        drops = replace(DIVERGED, otherwise=(drops,) * cell.combo.has_own_optimizer)
     # A plain optimizer's zero_grad() tells the wrapper nothing, so a rank would be a step behind for ever.
     how = "ddp" if cell.combo.is_explicit else "optimizer"
     return Fault(drops, edit=lambda acts: until(acts, at, Act(Do.ZERO, value=how)))
@@ -137,12 +147,19 @@ def _raised(cell: Cell) -> Fault:
         # The others have their reduced gradients and step; all find out in the next step. The step block cannot help: all
         # have agreed on the step before the exception, so it lets it pass.
         expect = replace(DIVERGED, own_error=("FaultError",))
+        if cell.combo.has_own_optimizer:  # whose collectives, or whose wrapper, may tell the others before that
+            at_once = named(_DROPPED, own_error=("FaultError",) if place == "optimizer" else own)
+            expect = replace(expect, otherwise=(at_once, replace(_BROKEN, otherwise=())))
     elif place == "between" and not block:
-        expect = named(("StepMismatchError", "PeerFailedError"), own_error=own)
+        expect = named(_DROPPED, own_error=own)
     else:
         # Autograd does not tell which exception ended a backward; forward and the step block know it.
         texts = (BOOM,) if block or place == "forward" else ()
         expect = named("PeerFailedError", fields={"rank": cell.culprit}, texts=texts, own_error=own)
+    if block and cell.combo.form is Form.CHAINED:
+        # The blocks of the parts may end in another order than the others come to the parts: a cycle, which is named.
+        over = named("WrapperBrokenError", within_s=8.0, recovery=Recovery.OVER)
+        expect = replace(expect, otherwise=(over,))
     return Fault(expect, arm=lambda here: install(here, place, boom) if here.is_culprit else None, uses_block=bool(block))
 
 
@@ -156,13 +173,14 @@ def _raised_by_caller(cell: Cell) -> Fault:
             arm=lambda here: install(here, "backward-1", boom) if here.is_culprit else None,
             uses_block=True,
         )
-    text = Act(Do.RAISE)
+    raises = Act(Do.RAISE)
     if cell.place == "loss+block":
         expect = named("PeerFailedError", fields={"rank": cell.culprit, "phase": "forward"}, texts=(BOOM,))
-        return Fault(expect, edit=lambda acts: after(acts, Do.FORWARD, text), uses_block=True)
-    # The next step of the rank at fault meets this one of the others.
-    expect = replace(_STALE, own_error=("FaultError",), culprit_later_by=1, recovery=Recovery.NOTHING)
-    return Fault(expect, edit=lambda acts: after(acts, Do.FORWARD, text))
+        return Fault(expect, edit=lambda acts: after(acts, Do.FORWARD, raises), uses_block=True)
+    # The program catches it, clears its gradients and goes on. In a closure it comes out of step().
+    expect = named(_DROPPED, own_error=("FaultError", ""))
+    caught = (Act(Do.ZERO, value="program"), *((raises,) if cell.combo.form is Form.CLOSURE else ()))
+    return Fault(expect, edit=lambda acts: (*acts[: find(acts, Do.BACKWARD)], *caught))
 
 
 def _aborted(cell: Cell) -> Fault:
@@ -196,41 +214,51 @@ def _nonfinite(cell: Cell) -> Fault:
     )
 
 
-def _user_hook(cell: Cell) -> Fault:
-    """Register a post-accumulate hook after wrapping, on one rank or on all, which changes or removes a gradient, or raises."""
-    who, what, *policy = cell.place.split("-")
-    if what == "raises":
-        expect = named("PeerFailedError", fields={"rank": cell.culprit}, own_error=("FaultError",))
-        return Fault(expect, arm=lambda here: install(here, "posthook-1", boom) if here.is_culprit else None)
-    param = f"layers.{layer_of_bucket(1)}.weight"
-    expect, config = RIGHT, {}
-    if what == "nan":
-        expect = named("NonFiniteGradientError", fields={"rank": cell.culprit, "param": param, "bucket": 1}, texts=("nan",))
-        config = {"nonfinite_gradients": "error"}
-    elif what == "none":
-        config = {"unused_parameters": policy[0]}
-        if policy == ["error"]:
-            expect = named("UnusedParameterError", fields={"ranks": (cell.culprit,), "params": (param,)}, texts=("by a hook",))
-    edit = Edit(param, what, is_accumulated=True)
-    return Fault(expect, edit=lambda acts: changed(acts, Do.BACKWARD, edits=(edit,)), on_all=who == "all", config=config)
-
-
 def _scaled(cell: Cell) -> Fault:
-    """Step through a loss scaler: with a gradient of one rank that is infinite, or with another scale there."""
-    overflows = cell.place == "overflow"
+    """Train with a loss scaler: with a gradient of one rank that is infinite, or with another scale there."""
+    if cell.place == "overflow":
+        return Fault(SKIPPED, edit=lambda acts: changed(acts, Do.BACKWARD, edits=(Edit("layers.1.weight", "inf"),)))
 
-    def step(here: Any) -> None:
-        scaler = torch.amp.GradScaler("cpu", init_scale=1.0 if overflows or not here.is_culprit else 2.0)
-        scaler.scale(torch.ones(()))
-        scaler.step(here.optimizer)
+    def arm(here: Any) -> None:
+        if here.is_culprit:
+            here.announce()
+            here.step_stack.callback(setattr, here.optimizer, "scaler", here.optimizer.scaler)
+            here.optimizer.scaler = make_scaler(cell.combo.form, 2 * SCALE)
 
-    edits = (Edit("layers.1.weight", "inf"),) if overflows else ()
     return Fault(
-        SKIPPED if overflows else named("HyperparameterMismatchError", fields={"what": "loss scale"}),
-        edit=lambda acts: changed(acts, Do.BACKWARD, edits=edits),
-        edits_step=lambda acts: without(before(acts, Do.STEP, Act(Do.RUN, value=step)), Do.STEP),
-        config={"nonfinite_gradients": "allow"},
+        named("HyperparameterMismatchError", fields={"what": "loss scale"}) if cell.combo.is_sharded else DIVERGED, arm=arm
     )
+
+
+def _unscaled(cell: Cell) -> Fault:
+    """Unscale, let step() fail, catch the error, and run the step again without the scaler's update()."""
+    what = cell.place
+
+    def fail(here: Any) -> None:
+        here.announce()
+        here.optimizer.scaler.unscale_(here.optimizer.optimizer)
+        groups = here.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        try:
+            if what == "caller":
+                raise FaultError  # noqa: TRY301 - as a caller does
+            groups[0]["lr"] = math.nan
+            here.optimizer.step()
+        except (MegabucketError, FaultError) as error:
+            here.send("caught", text=str(error))
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+
+    def edit(acts: Acts) -> Acts:
+        first = acts[: find(acts, Do.LOOK)]
+        return (*first, Act(Do.RUN, value=fail), Act(Do.ZERO, value="optimizer"), *acts)
+
+    # torch's scaler takes the second step's gradients for unscaled ones until update(): right, or an error that says so.
+    expect = RIGHT
+    if cell.combo.form is Form.AMP:
+        asks = named("MegabucketError", texts=("update()",), same_text=False, is_agreed=False)
+        expect = replace(RIGHT, otherwise=(asks,))
+    return Fault(expect, edit=edit, on_all=True)
 
 
 def _two_backwards(cell: Cell) -> Fault:
@@ -390,7 +418,7 @@ _NO_POLICY = {"skip_step": "torch DDP has no policy for gradients that are not f
 _SOME = (*PAIRS, *EXPLICIT)
 
 STEP_KINDS = (
-    Kind("none", "Every step is right: the control.", lambda _: Fault(), combos=(*EVERY, *EXPLICIT)),
+    Kind("none", "Every step is right: the control.", lambda _: Fault(), combos=(*EVERY, *EXPLICIT, *FORMS)),
     Kind(
         "unused",
         "The error names parameters and ranks in the same step; under the policy zero the step is right.",
@@ -403,7 +431,12 @@ STEP_KINDS = (
         _skipped_step,
         places=("forward-only", "numbered"),
     ),
-    Kind("dropped-step", "A rank that does not step is named before anything else is updated.", _dropped_step, combos=_SOME),
+    Kind(
+        "dropped-step",
+        "A rank that does not step is named before anything else is updated.",
+        _dropped_step,
+        combos=(*_SOME, *FORMS),
+    ),
     Kind(
         "microbatches",
         "Different numbers of backwards are named with the counts of all ranks.",
@@ -425,6 +458,7 @@ STEP_KINDS = (
         "All ranks raise one error about the rank that failed; the next step is right.",
         _raised,
         places=(*_RAISE_PLACES, "forward+block", "backward-1+block", "between+block"),
+        combos=(*EVERY, *FORMS),
         not_in_torch=_NO_BLOCK,
     ),
     Kind(
@@ -436,11 +470,18 @@ STEP_KINDS = (
         not_in_torch="torch DDP has no step block",
     ),
     Kind(
+        "loss-fails",
+        "An exception between forward and backward, caught, with zero_grad(): named on the others; the next step is right.",
+        _raised_by_caller,
+        places=("loss",),
+        combos=(*PAIRS, *FORMS),
+    ),
+    Kind(
         "abort-step",
         "The other ranks raise an error with the caller's reason; the next step is right.",
         _aborted,
         places=("first", "after-forward", "after-microbatch", "before-step"),
-        combos=PAIRS,
+        combos=(*PAIRS, *in_forms(Form.COPIES, Form.CHAINED)),
         not_in_torch="torch DDP has no abort_step()",
     ),
     Kind(
@@ -449,14 +490,6 @@ STEP_KINDS = (
         _nonfinite,
         places=("bucket-0-error", "bucket-3-error", "bucket-1-skip_step"),
         not_in_torch=_NO_POLICY,
-    ),
-    Kind(
-        "user-hook",
-        "What the hook leaves counts, and is checked; if it raises, all ranks raise one error.",
-        _user_hook,
-        places=("one-doubled", "all-doubled", "one-nan", "one-none-error", "one-none-zero", "one-raises"),
-        combos=PAIRS,
-        not_in_torch={"-error": "torch DDP has no policy for missing gradients"},
     ),
     Kind(
         "inf",
@@ -479,9 +512,17 @@ STEP_KINDS = (
         "An overflow on one rank skips the step on all; scales that differ are named.",
         _scaled,
         places=("overflow", "scales"),
-        combos=tuple(combo for combo in PAIRS if combo.is_sharded),
-        not_in_torch="the optimizer with shards answers the scaler",
-        soaks=False,  # infinite gradients are errors in the worlds of a soak
+        combos=SCALED,
+        not_in_torch="the distributed optimizer answers the scaler",
+        soaks=False,
+    ),
+    Kind(
+        "unscaled-left",
+        "A step that failed between unscaling and update() leaves nothing to the next one: right, or torch's scaler is named.",
+        _unscaled,
+        places=("rate", "caller"),
+        combos=SCALED,
+        not_in_torch="the distributed optimizer answers the scaler",
     ),
     Kind(
         "two-backwards",

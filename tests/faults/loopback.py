@@ -11,12 +11,13 @@ from megabucket.testing import LoopbackWorld
 from .judge import Run
 from .kinds import fault_of
 from .player import FaultOf, Play, Player, prepare
-from .systems import Ours
+from .systems import Ours, make_groups
 
 
 def run_in_threads(play: Play, *, time_limit_s: float = 60.0, fault_of: FaultOf = fault_of) -> Run:
     """Play on ranks in threads; return what was seen."""
     world = LoopbackWorld(play.combo.num_ranks, timeout_s=time_limit_s)
+    groups = make_groups(play.combo, world.subgroup)
     events: list[dict[str, Any]] = []
     started_s = time.monotonic()
 
@@ -26,7 +27,7 @@ def run_in_threads(play: Play, *, time_limit_s: float = 60.0, fault_of: FaultOf 
 
         send("joined")
         on_collective: dict[str, Callable[[], None]] = {}
-        system = Ours(play.combo, tripping(on_collective))
+        system = Ours(play.combo, tripping(on_collective), groups[rank])
         communicator = world.communicator(rank, system.recorder)
         here = prepare(play, rank, fault_of(play.cells[0]), system, send, on_collective, communicator)
         if here is not None:

@@ -13,17 +13,18 @@ def error(text=TEXT, kind="UnusedParameterError", **fields):
     return {"class": kind, "text": text, "fields": {"step": HEALTHY_STEPS, **fields}}
 
 
-def step(rank, attempt, *, raised=None, cleanup=None, last=None, wrong_grads="", at_s=None):
+def step(rank, attempt, *, raised=None, cleanup=None, last=None, wrong_grads="", at_s=None, counter=None, trained=None):
     return {
         "kind": "step",
         "rank": rank,
         "attempt": attempt,
-        "counter": attempt,
+        "counter": attempt if counter is None else counter,
         "error": raised,
         "cleanup_error": cleanup,
         "last_error": last,
         "at_s": 10.0 + attempt if at_s is None else at_s,
         "wrong_grads": wrong_grads,
+        "trained": [] if raised else [attempt] if trained is None else trained,
     }
 
 
@@ -52,6 +53,20 @@ def with_error(raised=None, *, on=(0, 1), attempt=HEALTHY_STEPS, **changes):
         else:
             events.append(event)
     return events
+
+
+def apart_from(events, attempt, *, rank=1):
+    """The same reports where a rank is one batch ahead from an agreed step on, and says itself that all is right."""
+    ahead = []
+    for event in events:
+        if event["rank"] == rank and event.get("attempt", -1) >= attempt:
+            moved = {**event, "attempt": event["attempt"] + 1}
+            if event["kind"] == "step" and event["trained"]:
+                moved["trained"] = [batch + 1 for batch in event["trained"]]
+            ahead.append({**moved, "digest": "like the others"} if event["kind"] == "weights" else moved)
+        else:
+            ahead.append({**event, "digest": "like the others"} if event["kind"] == "weights" else event)
+    return ahead
 
 
 def replaced(events, rank, attempt, new):

@@ -20,6 +20,10 @@ WIDTH = 4
 BUCKET_NUMEL = 20
 """Elements of one layer, weight and bias: one bucket each."""
 NUM_SAMPLES = 2
+EXPERT = f"layers.{NUM_LAYERS - 1}."
+"""The parameters that are an expert's where there are experts: no other gradient depends on their values."""
+DELAYED = "layers.1.weight"
+"""The parameter whose gradient comes after backward where one does."""
 LEARNING_RATE = 0.25
 
 
@@ -50,10 +54,18 @@ class FaultModel(torch.nn.Module):
                 param.copy_(torch.randint(-4, 5, param.shape, generator=generator).float() / 2)
 
     def forward(
-        self, inputs: torch.Tensor, layers: Sequence[int] = tuple(range(NUM_LAYERS)), checkpointed: Sequence[int] = ()
+        self,
+        inputs: torch.Tensor,
+        layers: Sequence[int] = tuple(range(NUM_LAYERS)),
+        checkpointed: Sequence[int] = (),
+        hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run ``layers`` in the given order, those in ``checkpointed`` inside reentrant checkpointing."""
-        hidden = torch.zeros_like(inputs)
+        """Run ``layers`` in the given order, those in ``checkpointed`` inside reentrant checkpointing.
+
+        Args:
+            hidden: of the layers before, in another part of the model.
+        """
+        hidden = torch.zeros_like(inputs) if hidden is None else hidden
         for index in layers:
             layer = self.layers[str(index)]
             seen = inputs + hidden.detach().float().round().clamp(-2, 2).to(inputs.dtype)
@@ -64,6 +76,37 @@ class FaultModel(torch.nn.Module):
                 out = layer(seen)
             hidden = hidden + torch.nn.functional.leaky_relu(out[..., :WIDTH], 0.5)
         return hidden
+
+
+class Part(FaultModel):
+    """Some layers of a model, which keep their names."""
+
+    def __init__(self, model: FaultModel, layers: Sequence[int]) -> None:
+        torch.nn.Module.__init__(self)
+        self.layers = torch.nn.ModuleDict({str(index): model.layers[str(index)] for index in layers})
+
+
+class DelayedLinear(torch.nn.Linear):
+    """A linear layer whose weight gets its gradient after backward, as under some pipeline schedules."""
+
+    def __init__(self, other: torch.nn.Linear) -> None:
+        torch.nn.Module.__init__(self)
+        self.in_features, self.out_features = other.in_features, other.out_features
+        self.weight, self.bias = other.weight, other.bias
+        self.weight.skip_backward_post_hook = True  # type: ignore[assignment]
+        self.waiting: list[torch.Tensor] = []
+        """Stand-ins for the weight, one per forward, which get the gradient in backward."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Apply a stand-in for the weight."""
+        stand_in = self.weight.detach().clone().requires_grad_()
+        self.waiting.append(stand_in)
+        return torch.nn.functional.linear(inputs, stand_in, self.bias)
+
+    def take_grads(self) -> list[torch.Tensor]:
+        """Return the gradients that have come since the last call, and forget the forwards without a backward."""
+        waiting, self.waiting = self.waiting, []
+        return [stand_in.grad for stand_in in waiting if stand_in.grad is not None]
 
 
 class FoldedLinear(torch.nn.Module):

@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from .acts import Act, Acts, Do, Edit
+from .cells import Combo
 from .model import LEARNING_RATE, FaultModel, loss_of, make_batch
 
-_FACTORS = {"huge": 2.0**100, "doubled": 2.0, "none": 0.0}
+_FACTORS = {"huge": 2.0**100, "doubled": 2.0, "replaced": 2.0, "cleared": 0.0}
 
 
 def edited(grad: torch.Tensor, edit: Edit) -> torch.Tensor:
-    """Return a gradient with one element that is not finite, or with all of them multiplied."""
+    """Return a gradient with one element that is not finite, or with all of them scaled."""
     if edit.what in _FACTORS:
         return grad * _FACTORS[edit.what]
     grad = grad.clone()
@@ -32,37 +33,51 @@ class Oracle:
     Args:
         model: is copied.
         seed: of the batches.
-        num_ranks: whose gradients are averaged.
+        combo: how the ranks are set up, whose gradients are averaged.
+        rank: whose weights these are.
         zeros_for_unused: whether a parameter that no rank used has a gradient of zero (rather than none at all).
     """
 
     def __init__(
-        self, model: FaultModel, *, seed: int, num_ranks: int, momentum: float = 0.0, zeros_for_unused: bool = True
+        self,
+        model: FaultModel,
+        combo: Combo,
+        rank: int,
+        *,
+        seed: int,
+        momentum: float = 0.0,
+        zeros_for_unused: bool = True,
     ) -> None:
         self.model = copy.deepcopy(model)
-        self._seed, self._num_ranks, self._zeros_for_unused, self._momentum = seed, num_ranks, zeros_for_unused, momentum
+        self._combo, self._rank = combo, rank
+        self._seed, self._zeros_for_unused, self._momentum = seed, zeros_for_unused, momentum
         self.optimizer = self._make_optimizer()
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE, momentum=self._momentum)
 
     def compute(self, programs: Sequence[Acts]) -> dict[str, torch.Tensor | None]:
-        """Return the mean gradient of one step over the ranks, by parameter, and keep it for ``update``."""
+        """Return the mean gradient of one step, by parameter, and keep it for ``update``.
+
+        That of an expert is the sum over the ranks that hold it, divided by all ranks.
+        """
         self.optimizer.zero_grad()
         params = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
         totals: dict[str, torch.Tensor] = {}
         for rank, acts in enumerate(programs):
-            for name, grad in self._grads_of(rank, acts, params).items():
+            for name, grad in self._grads_of(self._combo.data_rank(rank), acts, params).items():
+                if not self._combo.holds_same(self._rank, rank, name):
+                    continue
                 totals[name] = totals[name] + grad.double() if name in totals else grad.double()
         means: dict[str, torch.Tensor | None] = {}
         for name, param in params.items():
             absent = torch.zeros_like(param) if self._zeros_for_unused else None
-            means[name] = (totals[name] / self._num_ranks).to(param.dtype) if name in totals else absent
+            means[name] = (totals[name] / self._combo.num_ranks).to(param.dtype) if name in totals else absent
             param.grad = means[name]
         return means
 
     def _grads_of(self, rank: int, acts: Acts, params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return what one rank accumulates up to its update."""
+        """Return what the rank that reads the batches of ``rank`` accumulates up to its update."""
         sums: dict[str, torch.Tensor] = {}
         forwards: dict[int, Act] = {}
         for act in acts:

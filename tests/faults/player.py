@@ -17,12 +17,14 @@ import torch
 
 from megabucket.errors import MegabucketError
 
-from .acts import ALL_LAYERS, Act, Acts, Do, Edit
-from .cells import HEALTHY_STEPS, STEPS_AFTER, Cell, Combo, Expectation, Fault, FaultError, Here, Outcome, Recovery
+from .acts import ALL_LAYERS, Act, Acts, Do, Edit, find
+from .cells import HEALTHY_STEPS, STEPS_AFTER, Cell, Combo, Expectation, Fault, FaultError, Form, Here, Outcome, Recovery
 from .model import loss_of, make_batch
 from .oracle import Oracle, edited, first_difference
-from .systems import System
+from .systems import Scaled, System
 
+_NOTHING_MORE: dict[str, Any] = {"cleanup_error": None, "last_error": None, "wrong_grads": "", "trained": ()}
+"""What a rank reports of a step after which it calls nothing any more."""
 Send = Callable[..., None]
 FaultOf = Callable[[Cell], Fault]
 
@@ -64,6 +66,8 @@ class _Attempt:
     index: int
     acts: Acts
     checks_grads: bool
+    trained: tuple[int, ...] = ()
+    """The batches on whose gradients an update has been made."""
     means: dict[str, torch.Tensor | None] = field(default_factory=dict)
     wrong_grads: str = ""
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -84,6 +88,8 @@ def prepare(
     error: BaseException | None = None
     try:
         ddp = system.wrap(model, fields, communicator)
+        if fault.around is not None:
+            fault.around(ddp)
     except Exception as refused:
         error = refused
     finally:
@@ -93,8 +99,9 @@ def prepare(
         return None
     oracle = Oracle(
         fault.build().float(),
+        cell.combo,
+        rank,
         seed=cell.seed,
-        num_ranks=play.combo.num_ranks,
         momentum=play.momentum,
         zeros_for_unused=system.zeros_for_unused,
     )
@@ -149,18 +156,23 @@ class Player:
         error = self._try_step(attempt, fault, in_step, is_faulty=is_faulty)
         at_s = time.monotonic()
         here.forget()
+        if error is not None and fault.ends is not None and here.is_culprit:
+            attempt.outputs.clear()
+            fault.ends(here)
+            here.send("step", attempt=index, at_s=time.monotonic(), counter=counter, error=describe(error), **_NOTHING_MORE)
+            self.has_given_up = True
+            return None
         report = {"attempt": index, "at_s": at_s, "counter": counter, "error": describe(error)}
         if isinstance(error, KeyboardInterrupt):  # the program ends; it does not talk to the others any more
-            here.send("step", **report, cleanup_error=None, last_error=None, wrong_grads="")
+            here.send("step", **report, **_NOTHING_MORE)
             self.has_given_up = True
             return None
         cleanup = self._clean_up() if error is not None else None
         if error is None and not skips:
             for _ in [act for act in attempt.acts if act.do is Do.STEP]:
                 here.oracle.update()
-        here.send(
-            "step", **report, cleanup_error=describe(cleanup), last_error=self._last_error(), wrong_grads=attempt.wrong_grads
-        )
+        report |= {"cleanup_error": describe(cleanup), "last_error": self._last_error()}
+        here.send("step", **report, wrong_grads=attempt.wrong_grads, trained=attempt.trained)
         self._unchecked = index
         if not self._defers_weights or error is not None:
             self._flush_weights()
@@ -186,14 +198,29 @@ class Player:
             attempt.means = here.oracle.compute(programs)
             with self._system.step_block(here.ddp) if fault.uses_block else nullcontext():
                 here.reach("start")
-                for act in attempt.acts:
-                    self._act(act, attempt)
+                self._run_acts(attempt)
         except BaseException as error:
             error.__traceback__ = None  # it would keep graphs alive
             return error
         return None
 
     # Acts #
+
+    def _run_acts(self, attempt: _Attempt) -> None:
+        """Do everything in order; or what comes before the update in a closure, where the program is built so."""
+        acts = attempt.acts
+        if self._here.cell.combo.form is Form.CLOSURE and any(act.do is Do.STEP for act in acts):
+            at = find(acts, Do.STEP)
+            self._here.optimizer.step(lambda: [self._act(act, attempt) for act in acts[:at]])
+            self._note_update(attempt)
+            acts = acts[at + 1 :]
+        for act in acts:
+            self._act(act, attempt)
+            if act.do is Do.STEP:
+                self._note_update(attempt)
+
+    def _note_update(self, attempt: _Attempt) -> None:
+        attempt.trained = tuple(sorted({act.batch for act in attempt.acts if act.do is Do.FORWARD and act.how != "no_grad"}))
 
     def _act(self, act: Act, attempt: _Attempt) -> None:
         here, do = self._here, act.do
@@ -208,7 +235,9 @@ class Player:
             here.reach("between")
             if attempt.checks_grads:
                 grads = {name: param.grad for name, param in here.model.named_parameters() if param.requires_grad}
-                attempt.wrong_grads = first_difference(grads, attempt.means)
+                scale = here.optimizer.scaler.get_scale() if isinstance(here.optimizer, Scaled) else 1.0
+                means = {name: None if mean is None else mean * scale for name, mean in attempt.means.items()}
+                attempt.wrong_grads = first_difference(grads, means)
         elif do is Do.GRAD:
             params = [param for param in here.model.parameters() if param.requires_grad]
             torch.autograd.grad(attempt.outputs.pop(act.slot), params, allow_unused=True)
@@ -237,6 +266,8 @@ class Player:
 
     def _zero(self, how: str) -> None:
         here = self._here
+        if how == "program":  # as a program does that has caught an error
+            how = "optimizer" if here.cell.combo.has_own_optimizer else "ddp"
         if how in ("optimizer", "in place"):
             here.optimizer.zero_grad(set_to_none=how == "optimizer")
         else:
@@ -250,7 +281,8 @@ class Player:
 
     def _forward(self, act: Act) -> torch.Tensor:
         here = self._here
-        inputs, targets = make_batch(seed=here.cell.seed, batch=act.batch, rank=here.rank, microbatch=act.microbatch)
+        data_rank = here.cell.combo.data_rank(here.rank)
+        inputs, targets = make_batch(seed=here.cell.seed, batch=act.batch, rank=data_rank, microbatch=act.microbatch)
         dtype = next(here.model.parameters()).dtype
         module = here.model if act.how == "inner" else here.ddp
         module.train(act.how != "eval")
@@ -265,17 +297,15 @@ class Player:
         loss = outputs[act.slot] if keeps_graph else outputs.pop(act.slot)
         if act.joins >= 0:
             loss = loss + outputs.pop(act.joins)
+        if isinstance(self._here.optimizer, Scaled):
+            loss = self._here.optimizer.scaler.scale(loss)
         with ExitStack() as stack:
             for edit in act.edits:
-                param = self._here.model.get_parameter(edit.param)
-                if edit.is_accumulated:
-                    handle = param.register_post_accumulate_grad_hook(lambda param, edit=edit: _edit_accumulated(param, edit))
-                else:
-                    handle = param.register_hook(lambda grad, edit=edit: edited(grad, edit))
-                stack.callback(handle.remove)
+                stack.callback(_add_hook(self._here.model.get_parameter(edit.param), edit).remove)
             try:
                 with self._no_sync(act.depth):
                     loss.backward(retain_graph=keeps_graph)
+                    self._system.after_backward(self._here)
             except FaultError:
                 if act.how != "caught":
                     raise
@@ -285,6 +315,8 @@ class Player:
     def _clean_up(self) -> BaseException | None:
         """Clear gradients after an error where the rank does that, which half of the cells do: it is allowed, not needed."""
         here = self._here
+        if isinstance(here.optimizer, Scaled):
+            here.optimizer.give_up()
         if not here.cell.combo.is_sharded and not here.cell.combo.overlaps:
             return None
         try:
@@ -302,16 +334,23 @@ class Player:
         if not self._is_ours:
             self.has_given_up = self._num_errors_in_a_row > 1
             return None if self.has_given_up else index + 1
-        expected = _expectation_met(fault.expect, error)
+        is_culprit = self._here.is_culprit
+        expected = _expectation_met(fault.expect, error, late_by=index - fault_step, is_culprit=is_culprit)
         if expected.recovery in (Recovery.OVER, Recovery.STOP):
             if expected.recovery is Recovery.OVER:
                 self._probe(index)
+            self.has_given_up |= fault.ends is not None  # the others end with it, so that all see closed connections
             return None
-        if index == fault_step + expected.steps_late(is_culprit=self._here.is_culprit):
-            if fault.recover is not None:
-                fault.recover(self._here)
+        if index == fault_step + expected.steps_late(is_culprit=is_culprit):
+            try:
+                if fault.recover is not None:
+                    fault.recover(self._here)
+                if expected.recovery is Recovery.RELOAD:
+                    self._here.reload()
+            except Exception as failed:
+                self._here.send("no recovery", attempt=index, error=describe(failed))
+                return None
             if expected.recovery is Recovery.RELOAD:
-                self._here.reload()
                 return fault_step + expected.later_by + 1  # a checkpoint says which step is next, on every rank
         return index + 1 if len(self._play.cells) > 1 or self._num_errors_in_a_row < 3 else None
 
@@ -344,8 +383,8 @@ class Player:
     def _check_weights(self) -> None:
         index, self._unchecked = self._unchecked, None
         weights = {name: param.detach() for name, param in self._here.model.named_parameters()}
-        digest = 0
-        for value in weights.values():
+        digest = 0  # of what all ranks hold alike
+        for value in (value for name, value in weights.items() if self._here.cell.combo.holds_same(0, 1, name)):
             digest = zlib.crc32(value.contiguous().reshape(-1).view(torch.uint8).numpy(), digest)
         self._here.send(
             "weights",
@@ -356,10 +395,27 @@ class Player:
         )
 
 
-def _expectation_met(expected: Expectation, error: BaseException) -> Expectation:
-    """Return the way to end that an error belongs to; the first one if none."""
-    name = type(error).__name__
-    return next((one for one in expected.alternatives() if name in (*one.errors, *one.own_error)), expected)
+def _add_hook(param: torch.Tensor, edit: Edit) -> Any:
+    """Let a hook edit the gradient on its way, or one that runs when it has been accumulated."""
+
+    def after(param: torch.Tensor) -> None:
+        assert param.grad is not None
+        if edit.what == "doubled":
+            param.grad.mul_(2.0)
+        else:
+            param.grad = param.grad * 2.0 if edit.what == "replaced" else None
+
+    if edit.what in ("doubled", "replaced", "cleared"):
+        return param.register_post_accumulate_grad_hook(after)
+    return param.register_hook(lambda grad: edited(grad, edit))
+
+
+def _expectation_met(expected: Expectation, error: BaseException, *, late_by: int, is_culprit: bool) -> Expectation:
+    """Return the way to end that an error belongs to: that of its class, in the right step if there is one."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    met = [one for one in expected.alternatives() if names & {*one.errors, *one.own_error}]
+    in_step = [one for one in met if one.steps_late(is_culprit=is_culprit) == late_by]
+    return (*in_step, *met, expected)[0]
 
 
 def describe(error: BaseException | None) -> dict[str, Any] | None:
@@ -367,9 +423,5 @@ def describe(error: BaseException | None) -> dict[str, Any] | None:
     if error is None:
         return None
     fields = dict(vars(error)) if isinstance(error, MegabucketError) else {}
-    return {"class": type(error).__name__, "text": str(error), "fields": fields}
-
-
-def _edit_accumulated(param: torch.Tensor, edit: Edit) -> None:
-    assert param.grad is not None
-    param.grad = None if edit.what == "none" else edited(param.grad, edit)
+    bases = [kind.__name__ for kind in type(error).__mro__]
+    return {"class": type(error).__name__, "text": str(error), "fields": fields, "bases": bases}

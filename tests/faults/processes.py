@@ -39,7 +39,7 @@ from .judge import Event, Run
 from .kinds import fault_of
 from .loopback import tripping
 from .player import Play, Player, prepare
-from .systems import Ours, Torch
+from .systems import TORCH_TIMEOUT_S, Ours, Torch, make_groups
 
 _IMPORTED_LATE = (
     "torch._dynamo",
@@ -102,11 +102,12 @@ def _run(play: Play, rank: int, store_port: int, send: Callable[..., None]) -> b
     handler.emit = lambda record: send("warning", text=record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("megabucket").addHandler(handler)
     on_collective: dict[str, Any] = {}
-    system = Torch(play.combo) if cell.is_torch else Ours(play.combo, tripping(on_collective))
     store = TCPStore("127.0.0.1", store_port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
-    timeout = timedelta(seconds=system.group_timeout_s(fault))
+    timeout = timedelta(seconds=TORCH_TIMEOUT_S if cell.is_torch else fault.group_timeout_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=play.combo.num_ranks, timeout=timeout)
+    groups = make_groups(play.combo, lambda ranks: dict.fromkeys(ranks, dist.new_group(ranks, timeout=timeout)))
     send("joined")
+    system = Torch(play.combo) if cell.is_torch else Ours(play.combo, tripping(on_collective), groups[rank])
     if fault.before_wrap is not None and fault.is_at_fault(cell, rank):
         fault.before_wrap(rank, send)
     here = prepare(play, rank, fault, system, send, on_collective)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from .cells import Cell, Combo, Mode, Recovery
+from .cells import FORMS, Cell, Combo, Form, Mode, Recovery
 from .judge import Name, Run, judge
 from .kinds import KINDS, fault_of
 from .loopback import run_in_threads
@@ -17,6 +17,8 @@ from .player import Play
 EPISODES = 40
 """Of a world."""
 _HEALTHY_SHARE = 0.3
+_FORM_SHARE = 0.3
+"""Of worlds whose program has a form of its own."""
 
 
 @dataclass
@@ -44,11 +46,15 @@ def draw_world(seed: int, *, num_episodes: int = EPISODES) -> Play:
     draw = random.Random(f"faults {seed}")
     mode, is_explicit = draw.choice(tuple(Mode)), draw.random() < 0.25
     combo = Combo(mode, draw.random() < 0.7, draw.choice((2, 2, 3, 4)), is_explicit)
+    if draw.random() < _FORM_SHARE:
+        combo = draw.choice(FORMS)
     config = {
         "unused_parameters": draw.choice(("error", "zero")),
         "nonfinite_gradients": draw.choice(("error", "skip_step")),
         "bucket_groups": draw.choice(("per_bucket", "single")),
     }
+    if combo.form in (Form.SCALER, Form.AMP):
+        config["nonfinite_gradients"] = "allow"  # which a scaler needs
     choices = [cell for cell in candidates(combo, seed) if _fits(cell, config)]
     cells = []
     for _ in range(num_episodes):
@@ -60,7 +66,8 @@ def draw_world(seed: int, *, num_episodes: int = EPISODES) -> Play:
 def candidates(combo: Combo, seed: int = 0) -> Iterator[Cell]:
     """Yield a cell for each place of each kind that may happen again and again with a combination."""
     for kind in KINDS.values():
-        is_known = any(one.mode is combo.mode and one.is_explicit == combo.is_explicit for one in kind.combos)
+        setup = (combo.mode, combo.is_explicit, combo.form)
+        is_known = any((one.mode, one.is_explicit, one.form) == setup for one in kind.combos)
         if kind.soaks and not kind.needs_processes and is_known:
             yield from (Cell(kind.name, place, combo, seed) for place in kind.places)
 

@@ -12,7 +12,7 @@ from .judge import Name, Verdict
 from .kinds import KINDS
 
 Results = Sequence[tuple[Cell, Verdict]]
-_SHOWN = (Name.RIGHT, Name.NAMED, Name.BROKEN, Name.WRONG, Name.SILENT, Name.HUNG, Name.ABORTED)
+_SHOWN = (Name.RIGHT, Name.NAMED, Name.BROKEN, Name.WRONG, Name.APART, Name.SILENT, Name.HUNG, Name.ABORTED)
 
 
 def fault_table(results: Results, *, system: str) -> Table:

@@ -5,7 +5,19 @@ import torch
 
 from faults.cells import RIGHT, SKIPPED, AnyOf, Cell, Recovery, named
 from faults.judge import Name
-from faults.made_up import CELL, TEXT, error, healthy_events, replaced, step, verdict_on, weights, with_error
+from faults.made_up import (
+    CELL,
+    NUM_STEPS,
+    TEXT,
+    apart_from,
+    error,
+    healthy_events,
+    replaced,
+    step,
+    verdict_on,
+    weights,
+    with_error,
+)
 from faults.oracle import first_difference
 
 UNUSED = named("UnusedParameterError")
@@ -56,6 +68,66 @@ def test_replicas_that_differ_are_silent_though_each_looks_right_to_itself():
     events = replaced(healthy_events(), 1, 5, weights(1, 5, digest="other"))
 
     assert name_and_reason(events, RIGHT) == (Name.SILENT, "after step 5 the ranks hold different weights")
+
+
+@pytest.mark.parametrize("attempt", [3, 5, NUM_STEPS - 1])
+def test_ranks_that_stay_a_batch_apart_are_called_so_though_each_is_right_by_its_own_count(attempt):
+    events = apart_from(healthy_events(), attempt)
+
+    name, reason = name_and_reason(events, RIGHT)
+
+    assert name is Name.APART
+    assert reason == f"in agreed step {attempt} the ranks trained on batches {{0: [{attempt}], 1: [{attempt + 1}]}}"
+
+
+def test_ranks_that_stay_a_batch_apart_are_called_so_though_all_have_raised_the_expected_error():
+    events = apart_from(with_error(), 3)
+
+    name, reason = name_and_reason(events, UNUSED)
+
+    assert name is Name.APART
+    assert reason.endswith(f"{{0: [3], 1: [4]}}, after rank 0 had UnusedParameterError: {TEXT}")
+
+
+def test_ranks_that_are_a_batch_apart_before_a_later_error_tells_them_are_called_so():
+    expected = named("UnusedParameterError", later_by=2)
+    events = apart_from(with_error(attempt=4), 2)
+
+    assert name_and_reason(events, expected)[0] is Name.APART
+
+
+def test_a_rank_that_waits_at_the_end_because_the_other_is_a_batch_ahead_is_not_just_hung():
+    events = [event for event in apart_from(healthy_events(), 3) if (event["rank"], event.get("attempt")) != (0, NUM_STEPS - 1)]
+
+    assert name_and_reason(events, RIGHT, exits={0: -9, 1: 0}, killed=(0,), timed_out=True)[0] is Name.APART
+
+
+def test_a_rank_that_left_one_step_and_meets_the_others_in_the_next_is_not_apart():
+    expected = named("StepMismatchError", own_error=("",), is_agreed=False)
+    raised = error(kind="StepMismatchError")
+    left = step(1, 2, trained=[], last=raised)
+
+    events = replaced(with_error(raised), 1, 2, left)
+
+    assert name_and_reason(events, expected) == (Name.NAMED, "")
+
+
+@pytest.mark.parametrize(("base", "is_met"), [("MegabucketError", True), ("PhaseError", False)])
+def test_an_expected_class_stands_for_those_that_are_derived_from_it(base, is_met):
+    raised = {**error(), "bases": ["UnusedParameterError", "MegabucketError", "Exception"]}
+
+    assert (name_and_reason(with_error(raised), named(base))[0] is Name.NAMED) is is_met
+
+
+def test_a_wrong_value_is_tolerated_on_the_rank_whose_error_comes_later_and_on_no_other():
+    expected = named("UnusedParameterError", culprit_later_by=1, recovery=Recovery.RELOAD)
+    raised, late = error(), error(step=2)
+    events = replaced(with_error(raised, on=(0,)), 1, 2, step(1, 2, wrong_grads="w is not divided", counter=2))
+    events = replaced(events, 1, 3, step(1, 3, raised=late, last=late))
+    elsewhere = replaced(events, 0, 3, step(0, 3, wrong_grads="w is not divided"))
+
+    assert name_and_reason(events, expected) == (Name.NAMED, "")
+    assert name_and_reason(elsewhere, expected)[0] is Name.SILENT
 
 
 @pytest.mark.parametrize(
@@ -115,6 +187,22 @@ def test_a_live_rank_that_was_ended_by_a_signal_has_crashed():
     name, reason = name_and_reason(with_error(), UNUSED, exits={0: 0, 1: -6}, logs={1: "terminate called"})
 
     assert (name, reason) == (Name.ABORTED, "rank 1 ended with -6: terminate called")
+
+
+def test_an_aborted_rank_is_not_a_failure_of_the_harness_though_another_broke_off_with_it():
+    events = [*with_error(), {"kind": "broken", "rank": 0, "text": "RuntimeError: connection closed by peer"}]
+
+    assert name_and_reason(events, UNUSED)[0] is Name.HARNESS
+    assert name_and_reason(events, UNUSED, exits={0: 0, 1: -6}, logs={1: "terminate called"})[0] is Name.ABORTED
+
+
+def test_an_error_while_doing_what_the_first_one_asks_for_is_wrong():
+    again = {"kind": "no recovery", "rank": 1, "attempt": 2, "error": error(kind="PhaseError")}
+
+    name, reason = name_and_reason([*with_error(), again], UNUSED)
+
+    assert name is Name.WRONG
+    assert reason.startswith("rank 1 could not do what the error asks for: PhaseError")
 
 
 def test_a_rank_that_is_not_done_at_the_time_limit_hangs():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from faults.cells import EVERY
+from faults.cells import EVERY, FORMS, STEPS_AFTER, Cell, Recovery
 from faults.judge import Name, judge
 from faults.kinds import KINDS, fault_of, select
 from faults.loopback import run_in_threads
@@ -30,12 +30,28 @@ IN_PROCESSES = (
     "two-wrappers/all/all-reduce/overlap/2",
     "two-wrappers/step/reduce-scatter/overlap/2",
     "stray-collective/between/all-reduce/overlap/2",
+    "exception/between/all-reduce/overlap/4/copies",
+    "one-call/check_replicas/reduce-scatter/no-overlap/4/replicas",
+    "foreign-wrapper/inside-ddp/all-reduce/overlap/2",
+    "program-ends/forward-block/reduce-scatter/overlap/2",
+    "no-descriptors/0/all-reduce/overlap/2",
 )
+IN_EACH_FORM = ("none/step", "exception/between", "loss-fails/loss")
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
 def test_a_fault_of_living_ranks_ends_as_the_table_says(kind):
     cells = [cell for cell in IN_THREADS if cell.kind == kind.name]
+
+    verdicts = [verdict for cell in cells for verdict in judge(run_in_threads(Play([cell])), fault_of)]
+
+    assert [(cell.name, verdict) for cell, verdict in verdicts if not verdict.name.is_good] == []
+
+
+@pytest.mark.parametrize("combo", FORMS, ids=str)
+def test_a_fault_in_each_form_of_a_program_ends_as_the_table_says(combo):
+    cells = [Cell(*place.split("/"), combo) for place in IN_EACH_FORM]
+    assert set(cells) <= set(select())
 
     verdicts = [verdict for cell in cells for verdict in judge(run_in_threads(Play([cell])), fault_of)]
 
@@ -52,6 +68,14 @@ def test_a_fault_of_processes_ends_as_the_table_says():
 
     assert [(cell.name, verdict) for cell, verdict in verdicts if not verdict.name.is_good] == []
     assert {verdict.name for _, verdict in verdicts} == {Name.RIGHT, Name.NAMED, Name.BROKEN}
+
+
+def test_five_more_steps_are_compared_after_the_last_error_of_a_cell():
+    expected = [one for cell in select() for one in fault_of(cell).expect.alternatives()]
+    goes_on = [one for one in expected if one.recovery not in (Recovery.OVER, Recovery.STOP) and not one.at_wrap]
+    latest = max(one.steps_late(is_culprit=is_culprit) for one in goes_on for is_culprit in (True, False))
+
+    assert STEPS_AFTER - latest >= 5
 
 
 def test_names_of_kinds_and_cells_are_theirs_alone():

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from .cells import FaultError, Here
+from .cells import FaultError, Form, Here
 from .model import layer_of_bucket
 
 Action = Callable[[Here], None]
@@ -39,7 +39,8 @@ def install(here: Here, place: str, action: Action) -> None:
     elif kind in _LABELS:
         here.on_collective[_LABELS[kind]] = trip
     elif kind == "optimizer":
-        _hold(here, here.optimizer.register_step_pre_hook(lambda *_: trip()))
+        last = here.optimizer.optimizers[-1] if here.cell.combo.form is Form.CHAINED else here.optimizer
+        _hold(here, last.register_step_pre_hook(lambda *_: trip()))
     elif kind == "forward":
         _hold(here, here.model.layers[_FORWARD_LAYER].register_forward_pre_hook(lambda *_: trip()))
     else:

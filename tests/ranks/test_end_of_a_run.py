@@ -48,9 +48,9 @@ def test_an_exception_ends_the_program_while_the_other_rank_is_in_a_collective_o
         places = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         environment = os.environ | {name: str(value) for name, value in places.items()}
         environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-        said = (tmp_path / f"rank-{rank}").open("w")
         command = [sys.executable, str(PROGRAM), place, way, mode, size]
-        ranks.append(subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT))
+        with (tmp_path / f"rank-{rank}").open("w") as said:
+            ranks.append(subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT))
     deadline_s = time.monotonic() + LIMIT_S
     try:
         codes = [process.wait(max(deadline_s - time.monotonic(), 0.1)) for process in reversed(ranks)]
