@@ -327,21 +327,26 @@ class StepCounters:
         self.num_microbatches, self.kept, self._grad_scale = 0, (), 1.0
         self.problems.pop("late", None)
 
+    def forget_forwards(self) -> None:
+        """Forget the open forwards: their step was dropped."""
+        self._generation += 1
+        self.num_open_forwards, self.has_cleared_forwards = 0, False
+
     def start_step(self, *, is_over: bool = False) -> None:
         """Reset the counts after a fence.
 
         Args:
-            is_over: whether the step was dropped; then its open forwards no longer count.
+            is_over: whether the step was dropped, and no forward of the next one has begun.
         """
         self.num_microbatches = self.num_updates = self._num_loads = 0
-        self._num_dropped_steps = self._most_open_forwards = 0
+        self._num_dropped_steps = 0
         self.failed_before_backward = False
         self.kept, self._grad_scale, self._missed_update = (), 1.0, ""
         self._updates.clear()
         self.problems.clear()
         if is_over:
-            self._generation += 1
-            self.num_open_forwards, self.has_cleared_forwards = 0, False
+            self.forget_forwards()
+        self._most_open_forwards = self.num_open_forwards
 
 
 class Fence:

@@ -153,6 +153,7 @@ class GradSync:
         """Whether an update needs collectives: then all ranks make it or none, as the fence before it decides."""
         self._num_launched = 0  # always a prefix of the groups
         self._num_steps_ahead = 0  # whose batches this rank has used before the others
+        self._concludes_late = False  # forwards of the next step may begin before the step that was given up is concluded
         self._no_sync_depth = self._num_blocks = 0
         # Of the running backward:
         self._backward = BackwardWatch()
@@ -207,8 +208,9 @@ class GradSync:
         Raises:
             MegabucketError: a forward or backward of this step failed before, and the caller caught the exception.
         """
-        self.settle()
         self._give_up_cleared_step()
+        if not self._concludes_late:
+            self.settle()
         self._begin("forward")
         self.counters.note_forward()
 
@@ -219,8 +221,8 @@ class GradSync:
 
     def begin_step(self) -> None:
         """Open the next step, however the last one ended."""
-        self.settle()
         self._give_up_cleared_step()
+        self.settle()
         if self.state is StepState.IDLE or (self.state is StepState.AGREED and not self.updates_jointly):
             self.enter(StepState.OPEN)
 
@@ -228,11 +230,13 @@ class GradSync:
         """Give up a step that an exception has ended between forward and backward, as far as ``zero_grad()`` tells.
 
         Right after it a backward may still reach the forward. When the next forward begins instead, the other ranks wait for
-        this one at the fence of that step.
+        this one at the fence of that step. It does not wait for them before its own backward: other wrappers of the program may
+        have such a step as well, and report it in their next forwards.
         """
         if self.counters.has_cleared_forwards and not self._num_blocks:
             self.fail("forward", "zero_grad() was called after it, and the next forward began without a backward")
-            self.settle()
+            self.counters.forget_forwards()
+            self._concludes_late = True
 
     # ``with ddp.step():`` is two methods, not a generator: StopIteration of a data loader cannot be thrown into a generator.
 
@@ -397,8 +401,9 @@ class GradSync:
         position = group.position_of[id(param)]
         with self.failing_on_all_ranks("grad_ready()"):
             if group.grad_phase is GradPhase.REDUCED:
-                # The other ranks learn it at the next fence: they have updated without this gradient, as this rank has.
-                self._note_delayed(group.slots[position].name, "has come after the gradients of its step were reduced")
+                if group.slots[position].name in group.missing:
+                    # All ranks have taken the step without this gradient, so all of them learn it, at the next fence.
+                    self._note_delayed(group.slots[position].name, "has come after the gradients of its step were reduced")
                 raise PhaseError(
                     f"grad_ready() was called for {group.slots[position].name!r} when the gradients of the step were reduced: "
                     "this one would be left out. Call it before finish_grad_sync() or the optimizer's step, and zero_grad() "
@@ -667,7 +672,7 @@ class GradSync:
                 self._watch.forget_other_grads()
         if not is_counted:
             self.step += 1
-        self.counters.start_step(is_over=error is not None)
+        self.counters.start_step(is_over=error is not None and not self._concludes_late)
         self._forget()
         self._communicator.progress.enter(self.step, BETWEEN_STEPS)
 
@@ -766,7 +771,7 @@ class GradSync:
 
     def _forget(self) -> None:
         """Forget the gradients, none of which a collective owns."""
-        self._num_launched, self.skip_reason = 0, ""
+        self._num_launched, self.skip_reason, self._concludes_late = 0, "", False
         for group in self.groups:
             group.reset()
         self.enter(StepState.IDLE)

@@ -32,7 +32,8 @@ class Do(enum.Enum):
 class Edit:
     """A gradient that a rank changes on its way into the buffer.
 
-    ``nan`` or ``inf`` in one element, or all of it ``huge``; by a post-accumulate hook ``doubled``, ``replaced`` or ``cleared``.
+    ``nan`` or ``inf`` in one element, or all of it ``huge``.
+    By a post-accumulate hook: ``doubled``, ``replaced`` or ``cleared``.
     """
 
     param: str

@@ -178,7 +178,8 @@ def _raised_by_caller(cell: Cell) -> Fault:
         expect = named("PeerFailedError", fields={"rank": cell.culprit, "phase": "forward"}, texts=(BOOM,))
         return Fault(expect, edit=lambda acts: after(acts, Do.FORWARD, raises), uses_block=True)
     # The program catches it, clears its gradients and goes on. In a closure it comes out of step().
-    expect = named(_DROPPED, own_error=("FaultError", ""))
+    # This rank gives the step up when its next forward begins.
+    expect = named(_DROPPED, own_error=("FaultError", ""), is_agreed=False)
     caught = (Act(Do.ZERO, value="program"), *((raises,) if cell.combo.form is Form.CLOSURE else ()))
     return Fault(expect, edit=lambda acts: (*acts[: find(acts, Do.BACKWARD)], *caught))
 
