@@ -39,9 +39,6 @@ _DIFFERENCES_SHOWN: Final = 5
 _MOST_SPEAKERS: Final = 8  # every rank receives the texts of all speakers, each perhaps megabytes long
 _STOP_IS_WANTED, _IS_BROKEN = 1, 2  # a problem hides a request to stop, which the next fence repeats
 _SCALE: Final = "scale_gradients()"
-STEP_BEFORE: Final = "the step before"
-"""Phase of a step that is given up because its batch was used in the step before."""
-_BEFORE_BACKWARD: Final = ("forward", "abort_step()")  # phases of a failed step whose forwards have no backward
 
 Entry = tuple[object, ...]
 """A name and values that must be equal on all ranks: text, numbers, tuples of these."""
@@ -61,10 +58,6 @@ class Report:
     """The user's number of the step; -1: none."""
     num_microbatches: int = 0
     num_skipped_forwards: int = 0
-    most_open_forwards: int = 0
-    """Most training forwards at one time, since the last agreement, that waited for a backward."""
-    failed_before_backward: bool = False
-    """Whether this rank has failed in the step where forwards of it were open."""
     num_dropped_steps: int = 0
     num_updates: int = 0
     """Optimizer steps since the last agreement."""
@@ -180,11 +173,9 @@ class StepCounters:
         self._generation = 0  # increases with each dropped step, whose forwards no longer count
         self._updates: list[Hyperparameters] = []
         self._grad_scale = 1.0  # product of the factors of scale_gradients()
-        self._num_loads = self._num_dropped_steps = self._most_open_forwards = 0
+        self._num_loads = self._num_dropped_steps = 0
         self.has_cleared_forwards = False
         """Whether ``zero_grad()`` was called between a forward and its backward, which no backward has reached since."""
-        self.failed_before_backward = False
-        """See ``Report``."""
         self._missed_update = ""
         self.step_number = -1
         """The user's number of the step; -1: none."""
@@ -208,11 +199,6 @@ class StepCounters:
         self.num_updates, self._missed_update = other.num_updates, other._missed_update
         self._updates = list(other._updates)
 
-    def note_forward(self) -> None:
-        """Count a training forward that begins."""
-        self.num_open_forwards += 1
-        self._most_open_forwards = max(self._most_open_forwards, self.num_open_forwards)
-
     def reached_forward(self) -> Callable[[], None]:
         """Return a callback for when a backward reaches the forward that has just ended; later calls do nothing."""
         generation, is_reached = self._generation, False
@@ -226,15 +212,9 @@ class StepCounters:
 
         return note_reached
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether this rank has failed in this step."""
-        return "failure" in self.problems and self.problems["failure"].fields["phase"] != STEP_BEFORE
-
     def note_failure(self, phase: str, cause: str, *, is_certain: bool = False) -> None:
         """Note why this rank cannot finish the step. The first cause is kept, unless a later one is certain."""
         problem = Problem(errors.PeerFailedError.__name__, {"phase": phase, "cause": cause})
-        self.failed_before_backward |= phase in _BEFORE_BACKWARD
         if is_certain or "failure" not in self.problems:
             self.problems["failure"] = problem
 
@@ -303,8 +283,6 @@ class StepCounters:
         return Report(
             self._rank,
             problems=tuple(self.problems.values()),
-            most_open_forwards=self._most_open_forwards,
-            failed_before_backward=self.failed_before_backward,
             missed_update=self._missed_update,
             fingerprint=_fingerprint(compared),
             **compared,
@@ -338,15 +316,12 @@ class StepCounters:
         Args:
             is_over: whether the step was dropped, and no forward of the next one has begun.
         """
-        self.num_microbatches = self.num_updates = self._num_loads = 0
-        self._num_dropped_steps = 0
-        self.failed_before_backward = False
+        self.num_microbatches = self.num_updates = self._num_dropped_steps = self._num_loads = 0
         self.kept, self._grad_scale, self._missed_update = (), 1.0, ""
         self._updates.clear()
         self.problems.clear()
         if is_over:
             self.forget_forwards()
-        self._most_open_forwards = self.num_open_forwards
 
 
 class Fence:
@@ -567,23 +542,6 @@ def _errors(step: int, num_buckets: int, reports: Sequence[Report]) -> Iterator[
     if all(report.ends_step for report in reports) and (by_rank := _differing(reports, lambda one: one.fingerprint)):
         # The reports do not show the difference, because their lists are cut.
         yield errors.StepMismatchError(step=step, what="kept gradients or hyperparameters (checksums)", by_rank=by_rank)
-
-
-def num_steps_ahead(reports: Sequence[Report], *, rank: int) -> int:
-    """Return how many more steps than the other ranks this rank has begun since the last agreement.
-
-    A step that failed between forward and backward leaves some forwards without a backward: one, or as many as a rank without
-    such a failure has had open at a time. The user's step numbers, if there are any, have to agree.
-    """
-    if not all(report.ends_step for report in reports):
-        return 0
-    own = next(report for report in reports if report.rank == rank)
-    least = min(reports, key=lambda report: report.num_skipped_forwards)
-    num_per_step = max(least.most_open_forwards - least.num_skipped_forwards, 1)
-    num_more = own.num_skipped_forwards - least.num_skipped_forwards - num_per_step * own.failed_before_backward
-    num_ahead = max(-(-num_more // num_per_step), 0)
-    first = min(report.step_number for report in reports)
-    return num_ahead if first < 0 else min(num_ahead, own.step_number - first)
 
 
 def _updates_that_differ(step: int, reports: Sequence[Report]) -> Iterator[MegabucketError]:

@@ -44,7 +44,7 @@ import torch
 from megabucket.buffer import GradPhase, _ParamAndGradBucketGroup
 from megabucket.buffer.finite import FiniteTest, any_beyond
 from megabucket.config.resolve import StepPolicy
-from megabucket.ddp.fence import STEP_BEFORE, Call, Fence, Report, describe, num_steps_ahead, opening, resolve_error
+from megabucket.ddp.fence import Call, Fence, Report, describe, opening, resolve_error
 from megabucket.ddp.groups import RankGroups
 from megabucket.ddp.guards import ModelWatch, Problem
 from megabucket.ddp.hooks import BackwardWatch, refuse_in_backward
@@ -152,7 +152,6 @@ class GradSync:
         self.updates_jointly = policy.is_sharded
         """Whether an update needs collectives: then all ranks make it or none, as the fence before it decides."""
         self._num_launched = 0  # always a prefix of the groups
-        self._num_steps_ahead = 0  # whose batches this rank has used before the others
         self._concludes_late = False  # forwards of the next step may begin before the step that was given up is concluded
         self._no_sync_depth = self._num_blocks = 0
         # Of the running backward:
@@ -212,7 +211,7 @@ class GradSync:
         if not self._concludes_late:
             self.settle()
         self._begin("forward")
-        self.counters.note_forward()
+        self.counters.num_open_forwards += 1
 
     def _begin(self, phase: str) -> None:
         if self.state is StepState.IDLE or (self.state is StepState.AGREED and self.counters.num_updates):
@@ -631,21 +630,7 @@ class GradSync:
             self.skip_reason = str(error)
             return
         self._drop(error, takes_part=any(report.sent_buckets for report in reports), is_counted=is_counted)
-        self._num_steps_ahead += num_steps_ahead(reports, rank=self._communicator.rank)
-        self._give_up_steps_ahead()
         raise error
-
-    def _give_up_steps_ahead(self) -> None:
-        """Give up the next step if this rank has used its batch already, so that all ranks go on with the same one.
-
-        ::
-
-            rank 0   step 2: batch 2          step 3: batch 3          step 4: batch 4
-            rank 1   step 2: batches 2 and 3  step 3: given up         step 4: batch 4
-        """
-        if self._num_steps_ahead:
-            self._num_steps_ahead -= 1
-            self.fail(STEP_BEFORE, "a forward there had no backward, so its batch of this step was used in that one")
 
     def _drop(self, error: MegabucketError | None, *, takes_part: bool = False, is_counted: bool = False) -> None:
         """Forget a step together with all ranks.
@@ -795,7 +780,7 @@ class GradSync:
             self.break_off(self._communicator.progress.phase, "it was interrupted twice")
         if self.broken is not None:
             raise self.broken.copy()
-        while self.state is StepState.GIVING_UP:
+        if self.state is StepState.GIVING_UP:
             # Gradients of the failed backward are already mixed with those of the step.
             was_caught = not self._fence.is_sent
             error = self.conclude_giving_up()
@@ -873,7 +858,7 @@ class GradSync:
 
     def conclude_if_sent(self) -> None:
         """Conclude the step, if this rank has given it up and sent its report."""
-        while self.state is StepState.GIVING_UP and self._fence.is_sent:
+        if self.state is StepState.GIVING_UP and self._fence.is_sent:
             self.conclude_giving_up()
 
     def abort(self, reason: str) -> None:
@@ -1042,14 +1027,12 @@ class GradSync:
         elif self.state is not StepState.LAUNCHING or not isinstance(error, UnreducedGradientsError):
             self.fail("optimizer.step()", error)  # ranks that did run their last backward are waiting
 
-    def give_up_update(self, cause: str, *, is_agreed: bool, has_failed: bool = False) -> None:
+    def give_up_update(self, cause: str, *, is_agreed: bool) -> None:
         """Skip the update because another wrapper, which updates together with this one, skips its own.
 
         Args:
             is_agreed: whether all ranks have agreed on these gradients and skip the update as well.
-            has_failed: whether the other one has failed on this rank, so that open forwards of this one are of the step.
         """
-        self.counters.failed_before_backward |= has_failed
         if self.state is StepState.AGREED and not self.updates_jointly:
             self.counters.note_missed_update(cause)
         elif not is_agreed:

@@ -176,11 +176,9 @@ class ChainedOptimizer(torch.optim.Optimizer):
         """If the step of one wrapper has failed, give up the others, as all ranks do when they learn of it."""
         syncs = [optimizer.ddp.sync for optimizer in self.optimizers]
         failed = [sync for sync in syncs if sync.state in _FAILED or sync.dropped is not None]
-        has_failed = any(sync.counters.has_failed for sync in failed)
         for sync in syncs if agreed or failed else ():
             if sync not in failed:
-                is_agreed = any(optimizer.ddp.sync is sync for optimizer in agreed)
-                sync.give_up_update(cause, is_agreed=is_agreed, has_failed=has_failed)
+                sync.give_up_update(cause, is_agreed=any(optimizer.ddp.sync is sync for optimizer in agreed))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all wrappers."""

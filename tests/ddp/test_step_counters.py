@@ -67,7 +67,6 @@ class TestCounts:
             problems=tuple(counted.problems.values()),
             fingerprint=report.fingerprint,
             step_number=10,
-            failed_before_backward=True,
             num_microbatches=3,
             num_skipped_forwards=1,
             num_dropped_steps=4,
