@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from megabucket.comm.device import Accelerator, Arrived, HostCopy
-from megabucket.errors import InvariantError, PeerLostError, WrapperBrokenError
+from megabucket.errors import InvariantError, PeerFailedError, PeerLostError, WrapperBrokenError
 from megabucket.trace.clock import Clock, HostClock
 from megabucket.trace.recorder import CollectiveKind, CollectiveRecord, Moment, Recorder
 
-Finding = PeerLostError | WrapperBrokenError
+Finding = PeerFailedError | PeerLostError | WrapperBrokenError
 """Why nothing can be launched any more: the error that all ranks raise."""
 
 

@@ -39,7 +39,15 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from megabucket.comm.communicator import Finding, Progress
 from megabucket.config.ddp import DistributedDataParallelConfig
-from megabucket.errors import ConfigError, ForkedProcessError, MegabucketError, PeerLostError, WrapperBrokenError, log_once
+from megabucket.errors import (
+    ConfigError,
+    ForkedProcessError,
+    MegabucketError,
+    PeerFailedError,
+    PeerLostError,
+    WrapperBrokenError,
+    log_once,
+)
 
 _SLICE: Final = timedelta(milliseconds=100)
 _RANKS_SHOWN: Final = 5
@@ -236,12 +244,30 @@ def encode_finding(finding: Finding) -> str:
 def decode_finding(raw: bytes) -> Finding:
     """Return the finding in a value of the store."""
     name, fields = json.loads(raw)
-    return PeerLostError(**fields) if name == PeerLostError.__name__ else WrapperBrokenError(**fields)
+    kinds: tuple[type[Finding], ...] = (PeerFailedError, PeerLostError, WrapperBrokenError)
+    return next(kind for kind in kinds if kind.__name__ == name)(**fields)
 
 
 # The thread #
 
 _LEAVE: Final = _Request()
+
+
+def report_before_wrap(store: Store, finding: Finding, *, rank: int) -> None:
+    """Write a finding for the wrapper that the ranks are about to make, over the given connection to the store."""
+    *_, token = _begin_wrapper(store, rank)
+    _board_of(store).compare_set(f"finding/{token}", "", encode_finding(finding))
+
+
+def _begin_wrapper(store: Store, rank: int) -> tuple[str, Store, str]:
+    """Return the name of the next wrapper, its part of the store, and its token. All ranks make wrappers in one order."""
+    name = f"megabucket/{store.add(f'megabucket/instances/{rank}', 1)}"
+    part = PrefixStore(name, store)
+    return name, part, part.compare_set("token", "", secrets.token_hex(8)).decode()
+
+
+def _board_of(store: Any) -> Store:
+    return PrefixStore("megabucket/board", _bottom_of(store))
 
 
 class Heartbeat:
@@ -354,9 +380,7 @@ class Heartbeat:
 
     def _serve(self, connection: _StoreConnection, is_ready: threading.Event) -> None:
         # Several wrappers may share a group. All ranks make them in the same order.
-        self.name = f"megabucket/{connection.store.add(f'megabucket/instances/{self.rank}', 1)}"
-        store = PrefixStore(self.name, connection.store)
-        own = store.compare_set("token", "", secrets.token_hex(8)).decode()
+        self.name, store, own = _begin_wrapper(connection.store, self.rank)
         # A wrapper of several groups has one token for all of them: ranks that wait in two of its groups form no cycle, since
         # all ranks launch in one order, and a finding of one group reaches the others.
         self._token = self.progress.token = self.progress.token or own
@@ -504,7 +528,7 @@ class _StoreConnection:
             # print a page of C++ frames at the end of every program whose rank 0 exits first.
             with contextlib.suppress(OSError):
                 self._probe = socket.create_connection((bottom.host, bottom.port), timeout=_START_S)
-        self.board = PrefixStore("megabucket/board", bottom)
+        self.board = _board_of(bottom)
 
     def check(self) -> None:
         """Check that the connection is open.
@@ -792,6 +816,10 @@ class PeerWatch:
             self.heartbeat.block(None)
 
     # When a wait cannot end #
+
+    def report_store_failure(self, failure: str, *, label: str) -> Finding:
+        """Return the error to raise because the store of the process group has failed a call of this rank."""
+        return self._conclude(self._settle(self._begin(label, 0), {}, f"the store of the process group has failed: {failure}"))
 
     def _diagnose(self, wait: Observations, failure: str) -> Finding:
         """Find out why gloo gave up.

@@ -8,7 +8,9 @@ this file.
 from __future__ import annotations
 
 import atexit
+import errno
 import itertools
+import math
 import operator
 import os
 import queue
@@ -21,6 +23,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
@@ -39,13 +42,14 @@ from megabucket.comm.communicator import (
 )
 from megabucket.comm.device import Accelerator, Arrived, HostCopy
 from megabucket.comm.gloo import Operation, Plan
-from megabucket.comm.liveness import Heartbeat, Liveness, PeerWatch, Work, wait_slice
+from megabucket.comm.liveness import Heartbeat, Liveness, PeerWatch, Work, report_before_wrap, wait_slice
 from megabucket.errors import (
     CollectiveError,
     ConfigError,
     ForkedProcessError,
     GroupDestroyedError,
     MegabucketError,
+    PeerFailedError,
     ProcessGroupMissingError,
 )
 from megabucket.trace.clock import Clock, DeviceClock, HostClock
@@ -58,6 +62,8 @@ _GLOO_LIKE: Final = ("gloo", FABRIC)
 _ALONE: Final = "fake"  # torch's back-end for one rank without peers
 _ROOM_BYTES: Final = 1 << 25  # receive memory of all prepared small all-reduces together
 _BACKGROUND_BYTES: Final = 1 << 23  # least size of a batch that a thread completes: for smaller ones it would slow backward
+_DESCRIPTORS_PER_RANK: Final = 5  # two gloo groups, the copies of one host, and the store where this rank is its host
+_DESCRIPTORS: Final = 8  # the heartbeat's connections, listeners
 _RELEASE_S: Final = 0.2
 _JOIN_S: Final = 1.0
 _TIME_LIMIT_S: Final = 1800.0  # torch's default, for groups that do not tell theirs
@@ -215,7 +221,10 @@ class ProcessGroupCommunicator(_Channel):
                 "group's members only, or pass a group that contains this rank."
             )
         living = cast("dist.ProcessGroup", group if group is not None else dist.group.WORLD)
-        link = Link(living, liveness, progress or Progress())
+        progress = progress or Progress()
+        if owns_groups:
+            _check_descriptors(living, progress)
+        link = Link(living, liveness, progress)
         super().__init__(link, None if group is dist.group.WORLD else group)
         self.members = dist.get_process_group_ranks(living)
         self.process_group = self._group
@@ -224,7 +233,10 @@ class ProcessGroupCommunicator(_Channel):
         if owns_groups and link.watch is not None:
             link.watch.wait_for_all_ranks("wrap")
             names = [f"{link.watch.heartbeat.name} {use}" for use in ("data", "control")]
-            link.own_groups = groups_like(living, names, link.timeout_s)
+            try:
+                link.own_groups = groups_like(living, names, link.timeout_s)
+            except dist.DistError as error:
+                raise link.watch.report_store_failure(str(error).partition("\n")[0], label="wrap") from error
             if link.own_groups:
                 self._group = link.own_groups[0]
                 self.control = _Channel(link, link.own_groups[1])
@@ -594,6 +606,41 @@ def _do_jobs(jobs: queue.SimpleQueue[Job | None], must_stop: threading.Event) ->
 
 
 # Private torch calls about groups and works. Each has a harmless fallback in case torch changes. #
+
+
+def _check_descriptors(group: dist.ProcessGroup, progress: Progress) -> None:
+    """Refuse to make groups if this process could not open their connections: gloo would abort it.
+
+    Raises:
+        PeerFailedError: it could not; the other ranks find the same error in the store, and raise it.
+    """
+    store, size = store_of(group), dist.get_world_size(group)
+    num_needed, num_free = _DESCRIPTORS_PER_RANK * size + _DESCRIPTORS, num_free_descriptors()
+    if store is None or size == 1 or num_free >= num_needed or {one.name() for one in backends_of(group)} != {"gloo"}:
+        return
+    rank = dist.get_rank(group)
+    cause = (
+        f"it has {num_free} file descriptors left, and a wrapper of {size} ranks opens up to {num_needed}. Raise the limit "
+        "(ulimit -n), close files, or detach() wrappers that are not needed"
+    )
+    member = progress.number_of(dist.get_process_group_ranks(group)[rank], rank)
+    finding = PeerFailedError(step=0, rank=member, phase="wrap", cause=cause)
+    report_before_wrap(store, finding, rank=rank)
+    raise finding
+
+
+def num_free_descriptors() -> float:
+    """Return how many more file descriptors this process may open; infinite where the system does not tell."""
+    try:
+        import resource  # only on Unix
+
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        num_taken = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    except ImportError:
+        return math.inf
+    except OSError as error:
+        return 0 if error.errno == errno.EMFILE else math.inf
+    return math.inf if limit == resource.RLIM_INFINITY else limit - num_taken
 
 
 def store_of(group: dist.ProcessGroup) -> Store | None:

@@ -197,11 +197,11 @@ def _tokens(cell: Cell) -> Fault:
 
     right = finalize(1.0)
     errors = ("MegabucketError",)
+    either = {"step": AnyOf((HEALTHY_STEPS, HEALTHY_STEPS + 1))}  # with whole gradients it has been counted by then
     if cell.place == "missing":
         # With whole gradients the rank at fault may have updated, and meets the others in its next step.
         at_once = named(errors, same_text=False, is_agreed=False)
         later = replace(at_once, culprit_later_by=1, recovery=Recovery.RELOAD)
-        either = {"step": AnyOf((HEALTHY_STEPS, HEALTHY_STEPS + 1))}
         later = replace(later, errors=("CallMismatchError", "ReplicasDivergedError"), fields=either)
         over = replace(at_once, errors=("WrapperBrokenError",), recovery=Recovery.OVER)
         expect = replace(
@@ -211,7 +211,8 @@ def _tokens(cell: Cell) -> Fault:
     else:
         wrong = finalize(_TOKENS[cell.place])
         edit = lambda acts: tuple(wrong if act is right else act for act in acts)  # noqa: E731
-        expect = named(errors, same_text=False, is_agreed=False)
+        fields = {} if cell.place == "none" else either
+        expect = named(errors, same_text=False, is_agreed=False, fields=fields)
     return Fault(expect, edits_all=edit_all, edit=edit, config={"grad_reduction": "sum"})
 
 
