@@ -59,6 +59,11 @@ class Combo:
     form: Form = Form.PLAIN
 
     @property
+    def updates_jointly(self) -> bool:
+        """Whether an update needs collectives, so that ranks agree on it."""
+        return self.is_sharded or self.form in (Form.GROUPS, Form.COPIES)
+
+    @property
     def is_sharded(self) -> bool:
         """Whether gradients are reduce-scattered."""
         return self.mode is Mode.REDUCE_SCATTER

@@ -195,7 +195,7 @@ def _aborted(cell: Cell) -> Fault:
         "after-microbatch": lambda acts: until(changed(acts, Do.BACKWARD, depth=1), Do.LOOK, abort),
         "before-step": lambda acts: until(acts, Do.STEP, abort),
     }
-    if cell.place == "before-step" and not cell.combo.is_sharded:
+    if cell.place == "before-step" and not cell.combo.updates_jointly:
         # Too late: all have agreed on the step, and the others update.
         expect = replace(DIVERGED, own_error=("PhaseError",))
     return Fault(expect, edit=edits[cell.place])
