@@ -39,6 +39,8 @@ _DIFFERENCES_SHOWN: Final = 5
 _MOST_SPEAKERS: Final = 8  # every rank receives the texts of all speakers, each perhaps megabytes long
 _STOP_IS_WANTED, _IS_BROKEN = 1, 2  # a problem hides a request to stop, which the next fence repeats
 _SCALE: Final = "scale_gradients()"
+CLEARED: Final = "zero_grad() was called after it, and the next forward began without a backward"
+"""Why a rank gives a step up that zero_grad() has cleared."""
 
 Entry = tuple[object, ...]
 """A name and values that must be equal on all ranks: text, numbers, tuples of these."""
@@ -175,7 +177,9 @@ class StepCounters:
         self._grad_scale = 1.0  # product of the factors of scale_gradients()
         self._num_loads = self._num_dropped_steps = 0
         self.has_cleared_forwards = False
-        """Whether ``zero_grad()`` was called between a forward and its backward, which no backward has reached since."""
+        """Whether ``zero_grad()`` has cleared a step of which only forwards were there, and no backward has reached them since."""
+        self._num_settled_forwards = 0
+        """Number of open ones of steps that all ranks have agreed on."""
         self._missed_update = ""
         self.step_number = -1
         """The user's number of the step; -1: none."""
@@ -207,6 +211,7 @@ class StepCounters:
             nonlocal is_reached
             if not is_reached and generation == self._generation:
                 self.num_open_forwards -= 1
+                self._num_settled_forwards = min(self._num_settled_forwards, self.num_open_forwards)
                 self.has_cleared_forwards = False
             is_reached = True
 
@@ -301,7 +306,8 @@ class StepCounters:
 
     def forget_grads(self) -> None:
         """Forget counts and problems of gradients that are cleared."""
-        self.has_cleared_forwards = self._counts_skipped_forwards and self.num_open_forwards > 0
+        has_forwards = self.num_open_forwards > self._num_settled_forwards
+        self.has_cleared_forwards = has_forwards and self._counts_skipped_forwards
         self.num_microbatches, self.kept, self._grad_scale = 0, (), 1.0
         self.problems.pop("late", None)
 
@@ -309,19 +315,24 @@ class StepCounters:
         """Forget the open forwards: their step was dropped."""
         self._generation += 1
         self.num_open_forwards, self.has_cleared_forwards = 0, False
+        self._num_settled_forwards = 0
 
-    def start_step(self, *, is_over: bool = False) -> None:
+    def start_step(self, *, is_over: bool = False, has_begun: bool = False) -> None:
         """Reset the counts after a fence.
 
         Args:
-            is_over: whether the step was dropped, and no forward of the next one has begun.
+            is_over: whether the step was dropped; then its open forwards no longer count.
+            has_begun: whether all open forwards are of the next step.
         """
         self.num_microbatches = self.num_updates = self._num_dropped_steps = self._num_loads = 0
         self.kept, self._grad_scale, self._missed_update = (), 1.0, ""
         self._updates.clear()
         self.problems.clear()
+        if has_begun:
+            return
         if is_over:
             self.forget_forwards()
+        self._num_settled_forwards = self.num_open_forwards
 
 
 class Fence:
@@ -542,6 +553,12 @@ def _errors(step: int, num_buckets: int, reports: Sequence[Report]) -> Iterator[
     if all(report.ends_step for report in reports) and (by_rank := _differing(reports, lambda one: one.fingerprint)):
         # The reports do not show the difference, because their lists are cut.
         yield errors.StepMismatchError(step=step, what="kept gradients or hyperparameters (checksums)", by_rank=by_rank)
+
+
+def all_have_left(reports: Sequence[Report]) -> bool:
+    """Return whether all ranks have left the step after its forwards."""
+    failures = [dict(problem.fields).get("cause") for report in reports for problem in report.problems]
+    return failures == [CLEARED] * len(reports)
 
 
 def _updates_that_differ(step: int, reports: Sequence[Report]) -> Iterator[MegabucketError]:

@@ -44,7 +44,7 @@ import torch
 from megabucket.buffer import GradPhase, _ParamAndGradBucketGroup
 from megabucket.buffer.finite import FiniteTest, any_beyond
 from megabucket.config.resolve import StepPolicy
-from megabucket.ddp.fence import Call, Fence, Report, describe, opening, resolve_error
+from megabucket.ddp.fence import CLEARED, Call, Fence, Report, all_have_left, describe, opening, resolve_error
 from megabucket.ddp.groups import RankGroups
 from megabucket.ddp.guards import ModelWatch, Problem
 from megabucket.ddp.hooks import BackwardWatch, refuse_in_backward
@@ -230,10 +230,10 @@ class GradSync:
 
         Right after it a backward may still reach the forward. When the next forward begins instead, the other ranks wait for
         this one at the fence of that step. It does not wait for them before its own backward: other wrappers of the program may
-        have such a step as well, and report it in their next forwards.
+        have such a step as well, and report it in their next forwards. If all ranks leave such a step, it is no fault.
         """
         if self.counters.has_cleared_forwards and not self._num_blocks:
-            self.fail("forward", "zero_grad() was called after it, and the next forward began without a backward")
+            self.fail("forward", CLEARED)
             self.counters.forget_forwards()
             self._concludes_late = True
 
@@ -266,9 +266,9 @@ class GradSync:
         if self.state is StepState.GIVING_UP:
             self._send_failure()
             if isinstance(error, Exception):  # an interrupt does not wait for other ranks
-                raise self._error_of_all() from error
+                raise (self._error_of_all() or error) from error
 
-    def _error_of_all(self) -> MegabucketError:
+    def _error_of_all(self) -> MegabucketError | None:
         """Return the error that all ranks raise about the step that this rank has given up.
 
         Ranks that are not at their fence yet may be in a collective of the caller's own, which needs this rank. So it does not
@@ -622,6 +622,9 @@ class GradSync:
             return
         error = resolve_error(self.step - 1 if is_counted else self.step, len(self.groups), reports)
         self._communicator.progress.awaits_answer = False
+        if all_have_left(reports):
+            self._drop(None, is_counted=is_counted)
+            return
         if error is None:
             raise InvariantError(
                 f"[rank {self._communicator.rank}] the fence of step {self.step} failed, but no report has a reason"
@@ -657,7 +660,7 @@ class GradSync:
                 self._watch.forget_other_grads()
         if not is_counted:
             self.step += 1
-        self.counters.start_step(is_over=error is not None and not self._concludes_late)
+        self.counters.start_step(is_over=error is not None, has_begun=self._concludes_late)
         self._forget()
         self._communicator.progress.enter(self.step, BETWEEN_STEPS)
 
@@ -784,7 +787,7 @@ class GradSync:
             # Gradients of the failed backward are already mixed with those of the step.
             was_caught = not self._fence.is_sent
             error = self.conclude_giving_up()
-            if was_caught or raises_again:
+            if error is not None and (was_caught or raises_again):
                 raise error
 
     def fail(self, phase: str, error: BaseException | str | None) -> None:
@@ -823,8 +826,11 @@ class GradSync:
         except MegabucketError as cause:  # the group is gone
             self._break(self.broken or cause)
 
-    def conclude_giving_up(self) -> MegabucketError:
-        """Wait for the other ranks; return the error that all ranks raise about the step that this rank has given up."""
+    def conclude_giving_up(self) -> MegabucketError | None:
+        """Wait for the other ranks; return the error that all ranks raise about the step that this rank has given up.
+
+        There is none if all of them have left the step after its forwards.
+        """
         with self.failing_on_all_ranks("the gradient sync", (StepState.GIVING_UP,)):
             self._send_failure()
             if self.broken is not None:
@@ -835,7 +841,7 @@ class GradSync:
                 if error is self.last_error:
                     return error
                 raise
-        raise InvariantError("a step that was given up cannot be whole")
+        return None
 
     def leave(self) -> None:
         """End the last step, because the wrapper goes: with all ranks, or without waiting for them if this rank has failed.

@@ -222,20 +222,27 @@ def test_clearing_between_forward_and_backward_is_plain_torch_on_any_rank(mode):
     assert ranks.run(program) == [set(range(NUM_STEPS))] * 2
 
 
+@pytest.mark.parametrize("where", ["before each step", "once", "instead of a step"])
 @pytest.mark.parametrize("mode", MODES)
-def test_forwards_without_a_backward_are_allowed_where_all_ranks_make_them(mode):
-    """As the generator's of a GAN, whose zero_grad() comes before the forward that is for its own loss."""
+def test_forwards_without_a_backward_are_no_fault_where_all_ranks_make_them(mode, where):
+    """As the generator's of a GAN, whose zero_grad() comes before the forward of its own loss. Each costs a schedule."""
     ranks = Ranks(2, Weights("ab"), use_distributed_optimizer=mode[0])
 
     def program(rank, ddp):
         optimizer = optimizer_of(ddp, mode)
         for step in range(NUM_STEPS):
-            ddp(a=100, b=100).detach()
-            ddp.zero_grad()
+            if where != "once" or step == 1:
+                ddp(a=100, b=100).detach()
+                ddp.zero_grad()
+            if where == "instead of a step" and step == 5:
+                continue
             ddp(a=4**step, b=4**step).backward()
             optimizer.step()
             ddp.zero_grad()
         ddp.finish_param_sync()
-        return used(ddp.module.a[0].item())
+        return used(ddp.module.a[0].item()), ddp.last_error
 
-    assert ranks.run(program) == [set(range(NUM_STEPS))] * 2
+    taken = set(range(NUM_STEPS)) - ({5} if where == "instead of a step" else set())
+    assert ranks.run(program) == [(taken, None)] * 2
+    num_left = {"before each step": NUM_STEPS, "once": 1, "instead of a step": NUM_STEPS}[where]
+    assert ranks.schedule().count("fence") == len(taken) + num_left
