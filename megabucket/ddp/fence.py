@@ -177,7 +177,7 @@ class StepCounters:
         self._grad_scale = 1.0  # product of the factors of scale_gradients()
         self._num_loads = self._num_dropped_steps = 0
         self.has_cleared_forwards = False
-        """Whether ``zero_grad()`` has cleared a step of which only forwards were there, and no backward has reached them since."""
+        """Whether ``zero_grad()`` was called in a step after its forwards, and no backward has reached them since."""
         self._num_settled_forwards = 0
         """Number of open ones of steps that all ranks have agreed on."""
         self._missed_update = ""

@@ -36,6 +36,7 @@ from megabucket.errors import (
     ConfigError,
     LayoutMismatchError,
     MegabucketError,
+    PeerFailedError,
     log_once,
     name_list,
     rank_list,
@@ -275,28 +276,31 @@ def discover(
         ConfigError: there is no group ``dense``, a value is no group, no given group contains all others, the ranks of the norm
             lack copies or shards, or there are replicas without shards.
         LayoutMismatchError: two ranks of a group do not agree on its name, ranks or settings.
+        PeerFailedError: the groups of another rank are such a ConfigError.
         MegabucketError: another rank does not come, or is in another call.
     """
     names = sorted(given.reduction, key=lambda name: (name != DENSE, name))
     if DENSE not in names:
         raise ConfigError(f"groups need {DENSE!r}, the ranks of parameters in no other group; got {name_list(names)}")
     policy, made = resolve_step(config), _CommunicatorMaker(config, device, progress)
-    groups = {name: _as_group(name, given.reduction[name], policy) for name in names}
+    groups = {name: _as_group(given.reduction[name]) for name in names}
     replicated = {name: group for name, group in groups.items() if group.replicate is not None}
     candidates = {name: group.ranks for name, group in groups.items()}
     copies = {copies_key(name): ranks for name, ranks in given.copies.items()}
+    obstacles = [_find_obstacle(name, group, policy) for name, group in groups.items()]
     if given.norm_group is not None:
-        shards = candidates if policy.is_sharded else {}
-        _check_contains("norm_group=", given.norm_group, {**shards, **copies}, "gradients would be missing in the norm")
+        inside, why = {**(candidates if policy.is_sharded else {}), **copies}, "gradients would be missing in the norm"
+        obstacles.append(_find_missing("norm_group=", given.norm_group, inside, why))
         candidates["norm_group"] = given.norm_group
     candidates |= copies | {f"replicas of {name!r}": group.replicate for name, group in replicated.items()}
     step_ranks = _widest(candidates, replicated) if given.step_group is None else given.step_group
-    _check_contains("step_group=", step_ranks, candidates, "all of them agree on each step")
+    obstacles.append(_find_missing("step_group=", step_ranks, candidates, "all of them agree on each step"))
     # First, because the others share its progress.
     step = made.communicator(step_ranks)
     made.progress, step.progress.members = step.progress, step.members
     facts = {name: f", divisor={one.divisor}, unused_parameters={one.unused_parameters!r}" for name, one in groups.items()}
-    _check_alike(step, {name: (members_of(ranks), facts.get(name, "")) for name, ranks in candidates.items()}, device)
+    own = {name: (members_of(ranks), facts.get(name, "")) for name, ranks in candidates.items()}
+    _check_alike(step, own, device, next(filter(None, obstacles), None))
     by_name: dict[str, Reduction] = {}
     for name, group in groups.items():
         is_zero = group.unused_parameters == "zero" if group.unused_parameters else policy.unused_is_zero or name != DENSE
@@ -356,48 +360,70 @@ class _CommunicatorMaker:
         return Reduction(inside, 1.0, policy, replicas, places)
 
 
-def _as_group(name: str, given: Any, policy: StepPolicy) -> ReductionGroup:
+def _as_group(given: Any) -> ReductionGroup:
     group = given if isinstance(given, ReductionGroup) else ReductionGroup(given)
     if group.replicate is None:
         ranks, replicate = levels_of(group.ranks)
         group = replace(group, ranks=ranks, replicate=replicate)
+    return group
+
+
+def _find_obstacle(name: str, group: ReductionGroup, policy: StepPolicy) -> ConfigError | None:
+    """Return why a group cannot be reduced with this policy."""
     if group.divisor is not None and not (math.isfinite(group.divisor) and group.divisor > 0):
-        raise ConfigError(f"the divisor of the group {name!r} must be a finite number above 0, got {group.divisor!r}")
+        return ConfigError(f"the divisor of the group {name!r} must be a finite number above 0, got {group.divisor!r}")
     if group.unused_parameters not in (None, "error", "zero"):
-        raise ConfigError(f"unused_parameters of the group {name!r} must be 'error' or 'zero', got {group.unused_parameters!r}")
+        return ConfigError(
+            f"unused_parameters of the group {name!r} must be 'error' or 'zero', got {group.unused_parameters!r}"
+        )
     if group.replicate is not None and not policy.is_sharded:
-        raise ConfigError(
+        return ConfigError(
             f"the group {name!r} has replicate=, the ranks that hold the same shard; there are shards only with "
             "use_distributed_optimizer=True. Switch it on, or pass all ranks as one group, which is all-reduced at once."
         )
     if group.replicate is not None and policy.accumulates_in_fp32:
-        raise ConfigError(
+        return ConfigError(
             f"reduce_scatter_with_fp32_accumulation=True adds up 16-bit gradients in float32 and rounds once, which the group "
             f"{name!r} cannot: its sums are rounded inside each replica and added up over them. Use grad_reduce_in_fp32=True."
         )
-    return group
+    return None
 
 
-def _check_contains(what: str, ranks: Any, others: Mapping[str, Any], why: str) -> None:
+def _find_missing(what: str, ranks: Any, others: Mapping[str, Any], why: str) -> ConfigError | None:
     for name, other in others.items():
         if lacking := set(members_of(other)) - set(members_of(ranks)):
-            raise ConfigError(f"{what} lacks ranks {sorted(lacking)} of {name}: {why}")
+            return ConfigError(f"{what} lacks ranks {sorted(lacking)} of {name}: {why}")
+    return None
 
 
-def _check_alike(step: Communicator, own: Mapping[str, tuple[Sequence[int], str]], device: torch.device) -> None:
+def _check_alike(
+    step: Communicator, own: Mapping[str, tuple[Sequence[int], str]], device: torch.device, obstacle: ConfigError | None
+) -> None:
     """Compare groups over all ranks that agree on steps, before communicators are made, which would wait for missing ranks.
 
     Args:
         own: ranks and settings of this rank's groups, by name.
+        obstacle: why this rank cannot have them.
 
     Raises:
+        ConfigError: the obstacle, if all ranks have it.
+        PeerFailedError: another rank has an obstacle.
         LayoutMismatchError: a member of a group has other ranks or settings for its name, or none.
     """
     views = {
         name: (len(members), f"{rank_list(members)}{settings} (CRC-32 {zlib.crc32(repr([*members]).encode()):08x})")
         for name, (members, settings) in own.items()
     }
-    rows = [json.loads(row) for row in exchange(step, json.dumps(views).encode(), device=device, label="groups=")]
+    said = {"obstacle": "" if obstacle is None else str(obstacle), "views": views}
+    by_rank = [json.loads(row) for row in exchange(step, json.dumps(said).encode(), device=device, label="groups=")]
+    causes = [row["obstacle"] for row in by_rank]
+    if obstacle is not None and len(set(causes)) == 1:
+        raise obstacle
+    if any(causes):
+        rank = next(rank for rank, cause in enumerate(causes) if cause)
+        cause = f"{ConfigError.__name__}: {causes[rank]}"
+        raise PeerFailedError(step=0, rank=rank, phase="groups=", cause=cause) from obstacle
+    rows = [row["views"] for row in by_rank]
     num_alike = Counter((name, *view) for row in rows for name, view in row.items())
     # Ranks that agree on a group are as many as it has members.
     odd = sorted({name for (name, num_members, _), num_ranks in num_alike.items() if num_ranks != num_members})
