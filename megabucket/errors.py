@@ -383,8 +383,9 @@ class StepMismatchError(RanksDisagreeError):
         super().__init__(
             f"step {step}: {what} differ between ranks: {values_by_rank(self.by_rank)}. Some rank has skipped or dropped a "
             "step that others have taken, so batches of different steps would be averaged. Make every rank take every step: a "
-            "rank that cannot use its batch calls abort_step(), and all drop the step together. A forward that is not for "
-            f"training belongs under torch.no_grad() or module.eval(). {_DROPPED}"
+            "rank that cannot use its batch, or that catches an exception, calls abort_step() or ddp.zero_grad(), and all drop "
+            "the step together (torch's optimizer.zero_grad() does not tell the wrapper). A forward that is not for training "
+            f"belongs under torch.no_grad() or module.eval(). {_DROPPED}"
         )
 
 

@@ -45,7 +45,8 @@ TEXTS = {
     "StepMismatchError": (
         "step 3: dropped steps differ between ranks: 0 on rank 0; 1 on rank 1. Some rank has skipped or dropped a"
         " step that others have taken, so batches of different steps would be averaged. Make every rank take "
-        "every step: a rank that cannot use its batch calls abort_step(), and all drop the step together. A "
+        "every step: a rank that cannot use its batch, or that catches an exception, calls abort_step() or "
+        "ddp.zero_grad(), and all drop the step together (torch's optimizer.zero_grad() does not tell the wrapper). A "
         "forward that is not for training belongs under torch.no_grad() or module.eval(). The step was dropped on"
         " all ranks; its gradients are forgotten, and the next step may run."
     ),

@@ -41,7 +41,8 @@ UNKNOWN = (
 )
 SKIPPED = (
     "Some rank has skipped or dropped a step that others have taken, so batches of different steps would be averaged. Make "
-    "every rank take every step: a rank that cannot use its batch calls abort_step(), and all drop the step together. A "
+    "every rank take every step: a rank that cannot use its batch, or that catches an exception, calls abort_step() or "
+    "ddp.zero_grad(), and all drop the step together (torch's optimizer.zero_grad() does not tell the wrapper). A "
     "forward that is not for training belongs under torch.no_grad() or module.eval()"
 )
 TRAINABILITY = (
