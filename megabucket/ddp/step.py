@@ -12,7 +12,7 @@
                             cleared their gradients
     AGREED    -> IDLE       updated and the gather sent; or cleared
     AGREED    -> OPEN       all-reduced: the next step begins, perhaps on gradients that were kept
-    AGREED    -> FENCED     a second vote: explicit finish and then step() or zero_grad()
+    AGREED    -> FENCED     a second vote: explicit finish and then step() or zero_grad(); before any joint update or change
     GIVING_UP -> IDLE       the same error on all ranks
     CALL      -> IDLE       another rank has sent the buckets of a step, or votes on it: it is dropped on all ranks
 
