@@ -496,7 +496,8 @@ class TestCopies:
         assert str(caught.value) == (
             "a wrapper cannot be copied or pickled: a copy would have neither the hooks nor the buffers, and its gradients "
             "would never be reduced. Save ddp.state_dict(), or copy the inner module: copy.deepcopy(ddp.module) is a plain one "
-            "and AveragedModel(ddp.module) an average."
+            "and AveragedModel(ddp.module) an average. To copy parameters in another way call ddp.finish_param_sync() first: "
+            "they are NaN while they are gathered (overlap_param_gather=True)."
         )
 
     @pytest.mark.parametrize(
