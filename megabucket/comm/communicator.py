@@ -128,6 +128,10 @@ class Handle(ABC):
         """Finish the launch if that needs no waiting. Return whether it is finished."""
         return False
 
+    def has_arrived(self) -> bool:
+        """Return whether ``wait`` would return without waiting for another rank."""
+        return self.poll()
+
 
 class DoneHandle(Handle):
     """A launch with nothing to do: on one rank, or of empty tensors."""

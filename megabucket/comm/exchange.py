@@ -55,8 +55,8 @@ class Gate:
         return self._handle is not None and self._handle.is_started
 
     def is_answered(self) -> bool:
-        """Return whether the answer to a pending message is there, without waiting. ``False`` if the back-end cannot tell."""
-        return self._handle is not None and self._handle.poll()
+        """Return whether the answer to a pending message is there, without waiting."""
+        return self._handle is not None and self._handle.has_arrived()
 
     def send(self, kind: int, fingerprint: int, *, flag: int, label: str, nonfinite: torch.Tensor | None = None) -> None:
         """Send this rank's message without waiting. An interrupt leaves it sent as a whole or not at all.

@@ -488,6 +488,10 @@ class WorkHandle(Handle):
             self.wait()
         return self._plan is None
 
+    def has_arrived(self) -> bool:
+        """Return whether all works are complete, on a device as well."""
+        return bool(self._sent) and (self.poll() or (self._job is None and all(map(_is_completed, self._sent[1:]))))
+
     def _complete(self, plan: Plan) -> None:
         """Run the operations after the works in a single C call: as a whole or not at all."""
         if not self._completed:

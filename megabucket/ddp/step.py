@@ -92,7 +92,9 @@ _TRANSITIONS: Final[Mapping[StepState, frozenset[StepState]]] = MappingProxyType
 )
 
 
-_ANSWER_WITHIN_S: Final = 2.0
+_ANSWER_WITHIN_S: Final = 2.0  # at the end of a step() block, after an exception
+_LEAVE_WITHIN_S: Final = 5.0  # in detach()
+_DETACH, _MIDDLE = "detach()", "its wrapper was detached in the middle of a step"
 
 REPORTED: Final = (StepState.FENCED, StepState.CALL)
 """States in which the other ranks have this rank's report, so that a failure breaks the wrapper."""
@@ -152,6 +154,7 @@ class GradSync:
         self.updates_jointly = policy.is_sharded
         """Whether an update needs collectives: then all ranks make it or none, as the fence before it decides."""
         self._num_launched = 0  # always a prefix of the groups
+        self._is_leaving = False  # detach() waits for the other ranks, but not for long
         self._concludes_late = False  # forwards of the next step may begin before the step that was given up is concluded
         self._no_sync_depth = self._num_blocks = 0
         # Of the running backward:
@@ -274,12 +277,17 @@ class GradSync:
         Ranks that are not at their fence yet may be in a collective of the caller's own, which needs this rank. So it does not
         wait long for them. Its own report says what theirs will say, unless another rank has failed as well.
         """
-        deadline_s = time.monotonic() + _ANSWER_WITHIN_S
-        while self.broken is None and not self._fence.is_answered():
-            if time.monotonic() > deadline_s:
-                return self._fence.own_error(self.step) or self.conclude_giving_up()
-            time.sleep(0.001)
+        if self.broken is None and not self._is_answered(within_s=_ANSWER_WITHIN_S):
+            return self._fence.own_error(self.step)
         return self.conclude_giving_up()
+
+    def _is_answered(self, *, within_s: float) -> bool:
+        deadline_s = time.monotonic() + within_s
+        while not self._fence.is_answered():
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(0.001)
+        return True
 
     @property
     def _awaits_update(self) -> bool:
@@ -617,6 +625,10 @@ class GradSync:
             MegabucketError: the same error on all ranks. The step is over, and forgotten, on all of them.
         """
         is_counted = self.is_reduced  # a second vote, on a step that all ranks had agreed on
+        if self._is_leaving and not self._is_answered(within_s=_LEAVE_WITHIN_S):
+            error = WrapperBrokenError(step=self.step, rank=self._communicator.rank, phase=_DETACH, cause=_MIDDLE)
+            self._break(error)
+            raise error
         reports = self._fence.take(self._note_nonfinite)
         if not reports:
             return
@@ -847,7 +859,7 @@ class GradSync:
         """End the last step, because the wrapper goes: with all ranks, or without waiting for them if this rank has failed.
 
         While an exception ends the program of this rank, the others may be anywhere, also in a collective of the caller's own.
-        They find the reason in the store.
+        They find the reason in the store. So they do if they do not come to the end of an open step within seconds.
         """
         error = sys.exc_info()[1]
         has_begun = self.counters.num_open_forwards or self.counters.num_microbatches
@@ -860,7 +872,12 @@ class GradSync:
         elif is_open and error is not None:
             self.break_off(self._communicator.progress.phase, describe(error))
         else:
-            self.reset()
+            self._is_leaving = True
+            try:
+                self.reset()
+            except WrapperBrokenError as late:
+                if late.phase != _DETACH:
+                    raise
 
     def conclude_if_sent(self) -> None:
         """Conclude the step, if this rank has given it up and sent its report."""

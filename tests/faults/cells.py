@@ -191,7 +191,8 @@ class Expectation:
     def on_chain(self) -> Expectation:
         """Return what is expected of a chain, where the first part that fails lets the others fail, each with its own text."""
         otherwise = tuple(one.on_chain() for one in self.otherwise)
-        return replace(self, fields={}, texts=(), same_text=False, is_agreed=False, otherwise=otherwise)
+        fields = {name: value for name, value in self.fields.items() if name == "step"}
+        return replace(self, fields=fields, texts=(), same_text=False, is_agreed=False, otherwise=otherwise)
 
 
 RIGHT = Expectation(Outcome.RIGHT)

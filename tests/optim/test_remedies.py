@@ -114,9 +114,7 @@ def test_a_main_grad_of_another_library_is_named_as_a_cause():
     model = torch.nn.Linear(4, 2)
     model.weight.main_grad = torch.zeros(2, 4)
 
-    with pytest.raises(
-        AlreadyWrappedError, match=r"main_grad.*a wrapper of another library, such as Megatron-Core's, must be left"
-    ):
+    with pytest.raises(AlreadyWrappedError, match=r"main_grad.*if it is Megatron-Core's, build the model anew without it"):
         wrap(model)
 
 
