@@ -92,8 +92,8 @@ _TRANSITIONS: Final[Mapping[StepState, frozenset[StepState]]] = MappingProxyType
 )
 
 
-_ANSWER_WITHIN_S: Final = 2.0  # at the end of a step() block, after an exception
-_LEAVE_WITHIN_S: Final = 5.0  # in detach()
+_ANSWER_WITHIN_S: Final = 2.0
+"""How long a rank waits for the others where its program may end: at the end of a step() block, and in detach()."""
 _DETACH, _MIDDLE = "detach()", "its wrapper was detached in the middle of a step"
 
 REPORTED: Final = (StepState.FENCED, StepState.CALL)
@@ -277,12 +277,12 @@ class GradSync:
         Ranks that are not at their fence yet may be in a collective of the caller's own, which needs this rank. So it does not
         wait long for them. Its own report says what theirs will say, unless another rank has failed as well.
         """
-        if self.broken is None and not self._is_answered(within_s=_ANSWER_WITHIN_S):
+        if self.broken is None and not self._is_answered_soon():
             return self._fence.own_error(self.step)
         return self.conclude_giving_up()
 
-    def _is_answered(self, *, within_s: float) -> bool:
-        deadline_s = time.monotonic() + within_s
+    def _is_answered_soon(self) -> bool:
+        deadline_s = time.monotonic() + _ANSWER_WITHIN_S
         while not self._fence.is_answered():
             if time.monotonic() > deadline_s:
                 return False
@@ -625,7 +625,7 @@ class GradSync:
             MegabucketError: the same error on all ranks. The step is over, and forgotten, on all of them.
         """
         is_counted = self.is_reduced  # a second vote, on a step that all ranks had agreed on
-        if self._is_leaving and not self._is_answered(within_s=_LEAVE_WITHIN_S):
+        if self._is_leaving and not self._is_answered_soon():
             error = WrapperBrokenError(step=self.step, rank=self._communicator.rank, phase=_DETACH, cause=_MIDDLE)
             self._break(error)
             raise error
