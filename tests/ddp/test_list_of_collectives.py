@@ -6,8 +6,9 @@ code of a rank may go another way than that of the others, so each call has to s
 
 import ast
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -446,43 +447,57 @@ def test_every_entry_of_the_list_is_seen(recorded):
                 assert any((call, column == 0, name) in of_calls for call in names), (names, name)
 
 
-def unguarded(launches, *, has_fence):
-    """The launches of a rank that run before their guard."""
-    found, in_call, sent, awaits_fence = [], set(), set(), []
-    for position, launch in enumerate(launches):
-        if position and launch.call != launches[position - 1].call:
-            in_call = set()  # the rank's own code has run since
-        behind = OF_CALL[launch.of]
-        if launch.is_gate:
-            in_call.add("the gate")
-        elif launch.name == "fence":
-            in_call.add("the fence")
-            awaits_fence = []
-        elif launch.name in OF_CALL[NEW].control:
-            if in_call:
-                found.append(launch)  # there is a gate already, so it could have one
-        elif launch.name in behind.control | behind.data:
-            if "the gate" not in in_call:
-                found.append(launch)
-        elif has_fence:
-            guard = OF_STEP[launch.name].guard
-            if guard.startswith("the fence behind it"):
-                if "a report" not in in_call:
-                    awaits_fence.append(launch)
-            elif guard == "its bucket":
-                if launch.label.removesuffix(" over replicas") not in sent:
-                    found.append(launch)
-            elif in_call.isdisjoint(GUARDS[guard]):
-                found.append(launch)
-            elif launch.channel == "data":
-                found += awaits_fence
-        if launch.name == "step report":
-            in_call.add("a report")
-        sent.add(launch.label)
-    return found + awaits_fence
-
-
 GUARDS = {"the fence": {"the fence"}, "the fence or the gate": {"the fence", "the gate"}, "the gate": {"the gate"}}
+AFTER, BEFORE = "the fence behind it", "its bucket"
+
+
+def guards_of(launch):
+    """What has to run before a launch in the same call: one of these; empty if nothing has to."""
+    if launch.is_gate or launch.name == "fence" or launch.name in OF_CALL[NEW].control:
+        return set()
+    if launch.name in OF_CALL[launch.of].control | OF_CALL[launch.of].data:
+        return {"the gate"}
+    guard = OF_STEP[launch.name].guard
+    return set() if guard.startswith((AFTER, BEFORE)) else GUARDS[guard]
+
+
+def unguarded(launches, *, has_fence):
+    """The launches of a rank that run before their guard. Between two calls the rank's own code runs."""
+    found = []
+    for _, of_call in groupby(launches, key=lambda launch: launch.call):
+        seen = set()
+        for launch in of_call:
+            guards = guards_of(launch) - (set() if has_fence else {"the fence"})
+            if guards and seen.isdisjoint(guards):
+                found.append(launch)
+            seen |= {"the gate"} if launch.is_gate else {"the fence"} if launch.name == "fence" else set()
+    return found
+
+
+def used_too_early(launches):
+    """The buckets of a rank without a fence, or the report of a drop, between them and the next collective on data."""
+    found, is_settled = [], False
+    reported = {launch.call for launch in launches if launch.name == "step report"}
+    for launch in reversed(launches):
+        is_bucket = launch.name in OF_STEP and OF_STEP[launch.name].guard.startswith((AFTER, BEFORE))
+        if launch.name == "fence":
+            is_settled = True
+        elif launch.name == "bucket k" and not is_settled and launch.call not in reported:
+            found.append(launch)
+        elif launch.channel == "data" and not is_bucket:
+            is_settled = False
+    return found
+
+
+def over_replicas_too_early(launches):
+    """The reductions over replicas of a rank that run before those inside its replica."""
+    found, num_sent = [], Counter()
+    for launch in launches:
+        num_sent[launch.label] += 1
+        inside = launch.label.removesuffix(" over replicas")
+        if launch.name == "bucket k over replicas" and num_sent[launch.label] > num_sent[inside]:
+            found.append(launch)
+    return found
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -491,16 +506,28 @@ def test_no_collective_runs_without_its_guard_in_the_same_call(run, recorded):
 
     for launches in recorded[run]:
         assert unguarded(launches, has_fence=has_fence) == []
+        assert over_replicas_too_early(launches) == []
+        if has_fence:
+            assert used_too_early(launches) == []
 
 
-def test_a_norm_without_a_second_fence_is_found(recorded):
-    """The check itself: with one fence for two calls, as before, the second norm is unguarded."""
+def test_the_check_finds_a_norm_without_a_second_fence(recorded):
     launches = recorded["by hand, norm over ranks"][0]
     fences = [launch for launch in launches if launch.name == "fence"]
     norms = [launch for launch in launches if launch.name == "grad norm"]
     of_first_norm = next(one for one in fences if one.call == norms[0].call)
 
     assert unguarded([one for one in launches if one is not of_first_norm], has_fence=True) == [norms[0]]
+
+
+def test_the_check_finds_buckets_of_a_chain_without_their_fence(recorded):
+    launches = recorded["chained, reduce-scatter"][0]
+    last = max(position for position, launch in enumerate(launches) if launch.name == "bucket k")
+    fence = next(position for position in range(last, len(launches)) if launches[position].name == "fence")
+    of_all_parts = [launches[position] for position in (fence, fence + 1)]
+    assert [launch.name for launch in of_all_parts] == ["fence", "fence"]
+
+    assert used_too_early(launches[:fence] + launches[fence + 2 :])
 
 
 def labels_in(path):
@@ -519,7 +546,8 @@ def labels_in(path):
 
 def test_the_list_has_every_label_in_the_code():
     """Also of a collective that no program here reaches."""
-    labels = {label for package in PACKAGES for path in (ROOT / "megabucket" / package).rglob("*.py") for label in labels_in(path)}
+    paths = [path for package in PACKAGES for path in (ROOT / "megabucket" / package).rglob("*.py")]
+    labels = {label for path in paths for label in labels_in(path)}
     listed = OF_STEP.keys() | GATES.union(*(call.control | call.data for call in OF_CALL.values()))
 
     assert {name_of(label) for label in labels} <= listed
