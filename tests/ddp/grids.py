@@ -31,11 +31,11 @@ class Grid:
         experts  rank = etp index + etp * (ep index + ep * edp index)
     """
 
-    def __init__(self, tp, dp, *, ep=1, etp=1):
+    def __init__(self, tp, dp, *, ep=1, etp=1, make_world=LoopbackWorld):
         self.ep, self.etp = ep, etp
         self.size = tp * dp
         self.dp, self.edp = dp, self.size // (etp * ep)
-        self.world = LoopbackWorld(self.size, timeout_s=20)
+        self.world = make_world(self.size, timeout_s=20)
         self.lines = {
             "tp": self.line(lambda rank: rank // tp),
             "dense": self.line(lambda rank: rank % tp),
