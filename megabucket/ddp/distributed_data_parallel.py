@@ -479,10 +479,15 @@ class DistributedDataParallel(torch.nn.Module):
             PeerFailedError: another rank could not rebuild.
             MegabucketError: as for wrapping.
         """
-        optimizers = list(self._optimizers)
         config = config if config is not None else self.ddp_config
-        obstacle, num_optimizers = find_difference(self.ddp_config, config), len(optimizers)
-        before = prepare_rebuild(self._wrapping, num_optimizers=num_optimizers, obstacle=obstacle)
+        before = self._wrapping.sync_before if isinstance(self._wrapping, Unwrapped) else self.sync
+        with before.calls("rebuild()"):
+            self._rebuild(config, before)
+
+    def _rebuild(self, config: DistributedDataParallelConfig, before: GradSync) -> None:
+        optimizers = list(self._optimizers)
+        obstacle = find_difference(self.ddp_config, config)
+        prepare_rebuild(self._wrapping, before, num_optimizers=len(optimizers), obstacle=obstacle)
         for optimizer in optimizers:
             optimizer.before_rebuild()
         try:
@@ -533,7 +538,7 @@ class DistributedDataParallel(torch.nn.Module):
             call.open()
             failure = find_divergence(params, self.identities, self.ranks, step=self.sync.step)
         if not self.ranks.has_same_params:
-            with self.sync.call("check_replicas()"):
+            with self.sync.call("check_replicas(): findings"):
                 if failure is not None:
                     raise failure
         if failure is not None:

@@ -442,12 +442,15 @@ def find_difference(before: DistributedDataParallelConfig, after: DistributedDat
     )
 
 
-def prepare_rebuild(wrapping: Wrapping | Detached, *, num_optimizers: int, obstacle: ConfigError | None = None) -> GradSync:
-    """Agree with all ranks on a rebuild and drop the open step; return the sync whose counts continue.
+def prepare_rebuild(
+    wrapping: Wrapping | Detached, sync: GradSync, *, num_optimizers: int, obstacle: ConfigError | None = None
+) -> None:
+    """Agree with all ranks on a rebuild and drop the open step.
 
     Changes nothing else.
 
     Args:
+        sync: of the wrapping, or the one whose counts continue.
         obstacle: why this rank cannot rebuild.
 
     Raises:
@@ -460,9 +463,9 @@ def prepare_rebuild(wrapping: Wrapping | Detached, *, num_optimizers: int, obsta
     refuse_in_backward("rebuild()")
     failure: MegabucketError | None = obstacle
     if isinstance(wrapping, Unwrapped):
-        sync, description = wrapping.sync_before, "a module that no rebuild has wrapped yet"
+        description = "a module that no rebuild has wrapped yet"
     else:
-        sync, description, failure = wrapping.sync, "a wrapped module", obstacle or wrapping.find_obstacle()
+        description, failure = "a wrapped module", obstacle or wrapping.find_obstacle()
         # First, because in an open step ranks may have launched different numbers of buckets. Its gradients are not wanted, and
         # a changed module is why the caller rebuilds.
         with suppress(ModelChangedError, LateGradientError, UnusedParameterError, NonFiniteGradientError):
@@ -472,7 +475,6 @@ def prepare_rebuild(wrapping: Wrapping | Detached, *, num_optimizers: int, obsta
         call.entries = [("optimizers to take along:", num_optimizers), (description,)]
         if failure is not None:
             raise failure
-    return sync
 
 
 def _agree_on_model(

@@ -337,7 +337,7 @@ class TestFaults:
 
         def program(run):
             run.train(1).save(tmp_path, 1)
-            with pytest.raises(CallMismatchError, match="saving a checkpoint on rank 0") as caught:
+            with pytest.raises(CallMismatchError, match="saving a checkpoint: model on rank 0") as caught:
                 run.save(tmp_path, 2) if run.rank == 0 else other(run, tmp_path)
             run.optimizer.zero_grad()
             run.sample = 1
