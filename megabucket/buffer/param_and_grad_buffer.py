@@ -80,10 +80,10 @@ class ParamAndGradBuffer:
         try:
             for name, param in self.params.items():
                 self.slots[name] = self._attach(name, param)
+            self.buckets = [_ParamAndGradBucket(bucket, self) for bucket in layout.buckets]
         except BaseException:
             self.detach()  # what could not move as a whole stays where it was
             raise
-        self.buckets = [_ParamAndGradBucket(bucket, self) for bucket in layout.buckets]
 
     def _attach(self, name: str, param: torch.nn.Parameter) -> GradSlot:
         # Allocate before anything moves, because this may run out of memory.
@@ -121,8 +121,8 @@ class ParamAndGradBuffer:
             return
         self._is_attached = False
         for name, param in self.params.items():
-            if name not in self.slots:
-                continue  # attaching failed before this parameter
+            if name not in self.slots and param.untyped_storage().data_ptr() != self.param_data.untyped_storage().data_ptr():
+                continue  # attaching failed before this parameter, or was interrupted
             param.grad = None
             own_data = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device)
             param.data = own_data.copy_(param.detach())

@@ -24,6 +24,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
+from io import FileIO
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
@@ -101,7 +102,7 @@ class Save:
     def __init__(self, root: Path, step: int, ranks: Ranks, settings: SaveSettings) -> None:
         self._root, self._step, self._ranks, self._settings = root, step, ranks, settings
         self._root_directory = RootDirectory(root, settings.file_system)
-        self._lock: int | None = None
+        self._lock: FileIO | None = None
         self._staging = root
         self._latest: Latest | None = None
         self._content = Content({}, 0, {})

@@ -560,10 +560,10 @@ def _attach(
         if pattern != "all" and not any(fnmatchcase(name, pattern) for name in params):
             log_once(f"param_name_patterns_for_fp32_local_accumulation: no parameter on this rank matches {pattern!r}")
     with ExitStack() as undo:
+        undo.callback(lambda: [buffer.detach() for buffer in buffers])
         with _call("wrap: buffers", ranks, device):
             for buffer_layout in layout.buffers:
                 buffers.append(ParamAndGradBuffer(buffer_layout, params, fp32_local=fp32_local))
-                undo.callback(buffers[-1].detach)
             batches: dict[object, list[_ParamAndGradBucket]] = {}
             for bucket_id in launch_order(layout):
                 bucket = buffers[bucket_id.buffer].buckets[bucket_id.bucket]
