@@ -119,7 +119,6 @@ class ParamAndGradBuffer:
         """
         if not self._is_attached:
             return
-        self._is_attached = False
         for name, param in self.params.items():
             if name not in self.slots and param.untyped_storage().data_ptr() != self.param_data.untyped_storage().data_ptr():
                 continue  # attaching failed before this parameter, or was interrupted
@@ -131,6 +130,7 @@ class ParamAndGradBuffer:
             param.grad_dtype = param.dtype if was_default else self._grad_dtypes[name]
             for published in ("main_grad", "main_grad_copy_in_grad_buffer", "grad_added_to_main_grad", "main_grad_slot"):
                 param.__dict__.pop(published, None)  # other code may have deleted it
+        self._is_attached = False  # last: an interrupted call is repeated
 
     @torch.no_grad()
     def scale_grads(self, factor: float) -> None:

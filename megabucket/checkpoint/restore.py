@@ -148,7 +148,7 @@ def restore(stored: Stored, parts: TrainingParts, *, cast: bool = False, with_rn
 
     try:
         together(ranks, "states", set_states)
-        with parts.ddp.sync.call("loading a checkpoint: last step") as call, torch.no_grad():
+        with parts.ddp.sync.call("loading a checkpoint: writing") as call, torch.no_grad():
             call.open()
             for target, values in staging.copies:
                 target.copy_(values)
