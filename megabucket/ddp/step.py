@@ -892,9 +892,11 @@ class GradSync:
         except GeneratorExit:
             raise  # the consumer of ``agree`` handles its own exception
         except BaseException as error:
+            # The others go from the fence of a grad_change to its collective, without another fence.
+            is_final = self.state in final or (self.state is StepState.AGREED and self.counters.grad_change)
             if isinstance(error, _GROUP_ERRORS):
                 self._break(self.broken or error)
-            elif self.state in final or (self._fence.is_sent and self.state not in (StepState.GIVING_UP, StepState.BROKEN)):
+            elif is_final or (self._fence.is_sent and self.state not in (StepState.GIVING_UP, StepState.BROKEN)):
                 self.break_off(phase, describe(error))
             elif self.state in (StepState.OPEN, StepState.LAUNCHING) or (self._awaits_update and self.updates_jointly):
                 self.fail(phase, error)

@@ -14,6 +14,7 @@ from megabucket.checkpoint.save import Save
 from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.step import GradSync
 from megabucket.ddp.wrap import Wrapping
+from megabucket.optim.distributed_optimizer import DistributedOptimizer
 from megabucket.optim.state_dict import unshard
 
 EVERY, EVERY_OF_CALL, EVERY_OF_FORM = 101, 503, 401  # lines
@@ -50,6 +51,8 @@ BETWEEN_EXCHANGES = {
     "check_replicas of replicas": [DistributedDataParallel.check_replicas],
     "rebuild": [DistributedDataParallel.rebuild, DistributedDataParallel._rebuild, Wrapping.__init__, Wrapping.undo],
     "wrap": [Wrapping.__init__],
+    "clip_grad_norm_": [DistributedOptimizer._take_grads, GradSync.finish, GradSync.agree, GradSync._conclude_whole],
+    "unscale_grads": [DistributedOptimizer._take_grads, GradSync.finish, GradSync.agree, GradSync._conclude_whole],
     "save_checkpoint, load_checkpoint": [Checkpointer.save_now, Checkpointer.load, capture, RunState.__init__, Save.works, restore],
     "state_dict": [unshard],
 }
