@@ -330,9 +330,7 @@ class Wrapping:
             owners = OwnerGuard(module, params)
             self._handles.append(owners)
             owners.watch()
-            self.call_compiled = register_hooks(
-                module, self.groups, self.sync, owners, on_load=on_load, into=self._handles
-            )
+            self.call_compiled = register_hooks(module, self.groups, self.sync, owners, on_load=on_load, into=self._handles)
         except BaseException:
             self._release()
             raise

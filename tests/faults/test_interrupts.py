@@ -53,13 +53,23 @@ BETWEEN_EXCHANGES = {
     "wrap": [Wrapping.__init__],
     "clip_grad_norm_": [DistributedOptimizer._take_grads, GradSync.finish, GradSync.agree, GradSync._conclude_whole],
     "unscale_grads": [DistributedOptimizer._take_grads, GradSync.finish, GradSync.agree, GradSync._conclude_whole],
-    "save_checkpoint, load_checkpoint": [Checkpointer.save_now, Checkpointer.load, capture, RunState.__init__, Save.works, restore],
+    "save_checkpoint, load_checkpoint": [
+        Checkpointer.save_now,
+        Checkpointer.load,
+        capture,
+        RunState.__init__,
+        Save.works,
+        restore,
+    ],
     "state_dict": [unshard],
 }
 """The functions that make several exchanges in one call."""
 
 
-@pytest.mark.parametrize("call", BETWEEN_EXCHANGES)
+_SLOW = ("save_checkpoint, load_checkpoint", "rebuild")
+
+
+@pytest.mark.parametrize("call", [pytest.param(call, marks=[pytest.mark.slow] * (call in _SLOW)) for call in BETWEEN_EXCHANGES])
 def test_an_interrupt_between_two_exchanges_of_a_call_is_right_or_named_or_breaks_all_ranks(call):
     result = interrupt_at_lines(CALLS[call].combo, call=CALLS[call], inside=BETWEEN_EXCHANGES[call])
 
