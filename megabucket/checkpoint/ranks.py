@@ -24,8 +24,8 @@ class Ranks(Protocol):
         """Return the payloads of all ranks, by rank; a collective.
 
         Args:
-            place: names this exchange among those of one call, so that a rank which makes the call anew after an interrupt meets
-                no later exchange of the others.
+            place: names this exchange among those of one call, so that a rank which makes the call anew after an interrupt
+                meets no later exchange of the others.
         """
 
 

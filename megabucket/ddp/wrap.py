@@ -578,8 +578,7 @@ def _attach(
         if pattern != "all" and not any(fnmatchcase(name, pattern) for name in params):
             log_once(f"param_name_patterns_for_fp32_local_accumulation: no parameter on this rank matches {pattern!r}")
     with _call("wrap: buffers", ranks, device):
-        for buffer_layout in layout.buffers:
-            into.append(ParamAndGradBuffer(buffer_layout, params, fp32_local=fp32_local))
+        into.extend(ParamAndGradBuffer(one, params, fp32_local=fp32_local) for one in layout.buffers)
         batches: dict[object, list[_ParamAndGradBucket]] = {}
         for bucket_id in launch_order(layout):
             bucket = into[bucket_id.buffer].buckets[bucket_id.bucket]

@@ -14,6 +14,7 @@ import random
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -458,6 +459,7 @@ def _train_in_threads(call: Call, *, culprit: int, at_line: _AtLine) -> list[Tra
     combo, config = call.combo, call.config
     world = LoopbackWorld(combo.num_ranks, timeout_s=20.0)
     groups = make_groups(combo, world.subgroup)
+    are_ready = threading.Barrier(combo.num_ranks)
 
     def run(rank: int) -> Trainer:
         ours = Ours(combo, groups=groups[rank])
@@ -476,6 +478,7 @@ def _train_in_threads(call: Call, *, culprit: int, at_line: _AtLine) -> list[Tra
         elif not call.is_alone:
             trainer.step(0)
             trainer.save()
+        are_ready.wait(20.0)  # an interrupt does not reach into the step before
         trainer.train(at_line if rank == culprit else _nothing)
         try:
             trainer.ddp.detach()  # all that is left to do with a broken one
