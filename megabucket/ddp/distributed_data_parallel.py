@@ -126,7 +126,7 @@ class DistributedDataParallel(torch.nn.Module):
         forward = functools.partial(type(self).forward, self)
         self.forward = functools.wraps(module.forward)(forward)  # type: ignore[method-assign]
         try:
-            self._wrapping = self._wrap(self.ddp_config)
+            self.__dict__["_wrapping"] = self._wrap(self.ddp_config)  # as in rebuild()
             self.register_load_state_dict_pre_hook(restore_prefix)  # type: ignore[no-untyped-call]
             _warn_without_overlap(self.communicator, self.ddp_config, self.layout)
             self._add_recorders()
@@ -493,7 +493,7 @@ class DistributedDataParallel(torch.nn.Module):
         try:
             self._wrapping.undo()
             torch.nn.Module.zero_grad(self.module)  # also parameters that were in no buffer
-            self._wrapping = self._wrap(config)
+            self.__dict__["_wrapping"] = self._wrap(config)  # without torch's __setattr__, in which an interrupt would lose it
             self.sync.continue_from(before)
             before = self.sync  # if the broadcast breaks it, the next rebuild is refused
             if self.ddp_config.init_sync:

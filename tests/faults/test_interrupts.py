@@ -1,12 +1,14 @@
 """Interrupts at some of the lines of a step, at all of them in ``python -m faults interrupts``; and alarms in processes."""
 
 import pytest
+import torch
 
 from faults.interrupts import CALLS, COMBOS, FORM_COMBOS, Trainer, interrupt_at_lines, verdict_of
 from faults.judge import Name, judge
 from faults.kinds import fault_of, select
 from faults.player import Play
 from faults.processes import run_many
+from megabucket.buffer import _ParamAndGradBucketGroup
 from megabucket.checkpoint.capture import RunState, capture
 from megabucket.checkpoint.checkpointer import Checkpointer
 from megabucket.checkpoint.restore import restore
@@ -49,8 +51,12 @@ def test_an_interrupt_at_any_line_of_a_call_is_right_or_named_or_breaks_all_rank
 
 BETWEEN_EXCHANGES = {
     "check_replicas of replicas": [DistributedDataParallel.check_replicas],
-    "rebuild": [DistributedDataParallel.rebuild, DistributedDataParallel._rebuild, Wrapping.__init__, Wrapping.undo],
+    "rebuild": [
+        *(DistributedDataParallel.rebuild, DistributedDataParallel._rebuild, torch.nn.Module.__setattr__),
+        *(Wrapping.__init__, Wrapping.undo),
+    ],
     "wrap": [Wrapping.__init__],
+    "param_norms": [_ParamAndGradBucketGroup.finish_param_sync],
     "clip_grad_norm_": [DistributedOptimizer._take_grads, GradSync.finish, GradSync.agree, GradSync._conclude_whole],
     "unscale_grads": [DistributedOptimizer._take_grads, GradSync.finish, GradSync.agree, GradSync._conclude_whole],
     "save_checkpoint, load_checkpoint": [
