@@ -611,8 +611,8 @@ class _ParamAndGradBucketGroup:
             if self._accelerator is not None:
                 self._arrival = Arrival(self._accelerator)
         self.show_params()
-        self.param_phase = enter(self.param_phase, ParamPhase.GATHERED, group=self.index)
-        self._param_handle = None
+        # In one statement: after an interrupt both are set or neither is, so the next gather is sent once.
+        self.param_phase, self._param_handle = enter(self.param_phase, ParamPhase.GATHERED, group=self.index), None
 
     def show_params(self) -> None:
         """Let the parameters point at the buffer again. Does nothing if they do."""

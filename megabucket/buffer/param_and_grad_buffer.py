@@ -80,10 +80,10 @@ class ParamAndGradBuffer:
         try:
             for name, param in self.params.items():
                 self.slots[name] = self._attach(name, param)
+            self.buckets = [_ParamAndGradBucket(bucket, self) for bucket in layout.buckets]
         except BaseException:
             self.detach()  # what could not move as a whole stays where it was
             raise
-        self.buckets = [_ParamAndGradBucket(bucket, self) for bucket in layout.buckets]
 
     def _attach(self, name: str, param: torch.nn.Parameter) -> GradSlot:
         # Allocate before anything moves, because this may run out of memory.
@@ -119,10 +119,9 @@ class ParamAndGradBuffer:
         """
         if not self._is_attached:
             return
-        self._is_attached = False
         for name, param in self.params.items():
-            if name not in self.slots:
-                continue  # attaching failed before this parameter
+            if name not in self.slots and param.untyped_storage().data_ptr() != self.param_data.untyped_storage().data_ptr():
+                continue  # attaching failed before this parameter, or was interrupted
             param.grad = None
             own_data = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device)
             param.data = own_data.copy_(param.detach())
@@ -131,6 +130,7 @@ class ParamAndGradBuffer:
             param.grad_dtype = param.dtype if was_default else self._grad_dtypes[name]
             for published in ("main_grad", "main_grad_copy_in_grad_buffer", "grad_added_to_main_grad", "main_grad_slot"):
                 param.__dict__.pop(published, None)  # other code may have deleted it
+        self._is_attached = False  # last: an interrupted call is repeated
 
     @torch.no_grad()
     def scale_grads(self, factor: float) -> None:

@@ -176,7 +176,9 @@ def capture(
         MegabucketError: as ``RunState`` and its ``snapshot``, on every rank.
     """
     state = RunState(parts)
-    return together(state.ranks, lambda: state.snapshot(data_position=data_position, extras=extras, with_rng=with_rng))
+    return together(
+        state.ranks, "values", lambda: state.snapshot(data_position=data_position, extras=extras, with_rng=with_rng)
+    )
 
 
 class RunState:
@@ -203,7 +205,7 @@ class RunState:
         self._described: list[tuple[Sequence[str], list[StateEntry], bool]] = []
         """Parameters, the entries of their optimizer state, and whether this rank has only a part of them."""
         self._computed_in: dict[str, str] = {}
-        self._by_rank = gather_results(self.ranks, self._summary)
+        self._by_rank = gather_results(self.ranks, "model", self._summary)
         self._model = WholeModel.of(self._by_rank)
 
     def _summary(self) -> dict[str, Any]:

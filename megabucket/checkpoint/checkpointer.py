@@ -125,7 +125,7 @@ def _open(root: Path, ranks: GroupRanks, step: Step, *, allow_fallback: bool) ->
             opened.append(open_checkpoint(root, step, allow_fallback=allow_fallback))
         return (opened[0].step, opened[0].seal) if opened else (0, "")
 
-    chosen, seal = gather_results(ranks, open_first)[0]
+    chosen, seal = gather_results(ranks, "choice", open_first)[0]
 
     def open_same() -> StoredCheckpoint:
         stored = opened[0] if opened else open_checkpoint(root, chosen)
@@ -134,7 +134,7 @@ def _open(root: Path, ranks: GroupRanks, step: Step, *, allow_fallback: bool) ->
             raise CheckpointInvalidError(path=str(stored.path), file="manifest.json", problem=problem)
         return stored
 
-    return together(ranks, open_same)
+    return together(ranks, "manifest", open_same)
 
 
 class Checkpointer:

@@ -12,6 +12,7 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import Final, ParamSpec, TypeVar
 
@@ -71,29 +72,29 @@ class FileSystem:
             self.call(os.unlink, path)
 
 
-def lock(path: Path) -> int:
-    """Lock the file ``path`` until the returned descriptor is unlocked or this process ends.
+def lock(path: Path) -> FileIO:
+    """Lock the file ``path`` until the returned one is unlocked, or is dropped because of an interrupt, or this process ends.
 
     Raises:
         BlockingIOError: it is locked already.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    file = FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+")
     try:
         with _where_supported():
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        os.close(descriptor)
+        file.close()
         raise
-    return descriptor
+    return file
 
 
-def unlock(descriptor: int) -> None:
-    """Release a lock, also if a forked child still has the descriptor."""
+def unlock(file: FileIO) -> None:
+    """Release a lock, also if a forked child still has the file."""
     try:
         with _where_supported():
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            fcntl.flock(file, fcntl.LOCK_UN)
     finally:
-        os.close(descriptor)
+        file.close()
 
 
 def read_file(path: Path, max_bytes: int) -> memoryview:

@@ -20,8 +20,13 @@ class Ranks(Protocol):
     rank: int
     size: int
 
-    def exchange(self, payload: bytes) -> list[bytes]:
-        """Return the payloads of all ranks, by rank; a collective."""
+    def exchange(self, payload: bytes, place: str) -> list[bytes]:
+        """Return the payloads of all ranks, by rank; a collective.
+
+        Args:
+            place: names this exchange among those of one call, so that a rank which makes the call anew after an interrupt
+                meets no later exchange of the others.
+        """
 
 
 class AloneRanks:
@@ -30,7 +35,7 @@ class AloneRanks:
     rank = 0
     size = 1
 
-    def exchange(self, payload: bytes) -> list[bytes]:
+    def exchange(self, payload: bytes, place: str) -> list[bytes]:  # noqa: ARG002 - there is nobody at another place
         """Return the payload."""
         return [payload]
 
@@ -47,21 +52,25 @@ class GroupRanks:
         self._device = ddp.param_and_grad_buffers[0].grad_data.device
         self.rank, self.size = self._communicator.rank, self._communicator.size
 
-    def exchange(self, payload: bytes) -> list[bytes]:
+    def exchange(self, payload: bytes, place: str) -> list[bytes]:
         """Return the payloads of all ranks, by rank.
 
         Raises:
-            CallMismatchError: some rank is in another call, or in a step.
+            CallMismatchError: some rank is at another place or in another call, or in a step.
         """
         if self.size == 1:
             return [payload]
-        with self._sync.call(self._call) as call:
+        label = f"{self._call}: {place}"
+        with self._sync.call(label) as call:
             call.open()
-            return exchange(self._communicator, payload, device=self._device, label=self._call)
+            return exchange(self._communicator, payload, device=self._device, label=label)
 
 
-def gather_results(ranks: Ranks, act: Callable[[], Any]) -> list[Any]:
+def gather_results(ranks: Ranks, place: str, act: Callable[[], Any]) -> list[Any]:
     """Call ``act``, which is not collective, and return its results on all ranks; plain values only.
+
+    Args:
+        place: as for ``Ranks.exchange``.
 
     Raises:
         MegabucketError: it has failed on some rank; as ``together``.
@@ -75,7 +84,7 @@ def gather_results(ranks: Ranks, act: Callable[[], Any]) -> list[Any]:
         if not isinstance(error, MegabucketError):
             error = CheckpointError(f"rank {ranks.rank}: {type(error).__name__}: {error}. Nothing was changed on any rank.")
         report["error"] = {"kind": type(error).__name__, "text": str(error), "fields": vars(error)}
-    reports = [json.loads(payload) for payload in ranks.exchange(json.dumps(report).encode())]
+    reports = [json.loads(payload) for payload in ranks.exchange(json.dumps(report).encode(), place)]
     failed = [rank for rank, other in enumerate(reports) if "error" in other]
     if failed:
         found = reports[failed[0]]["error"]
@@ -90,13 +99,16 @@ def gather_results(ranks: Ranks, act: Callable[[], Any]) -> list[Any]:
     return [other["result"] for other in reports]
 
 
-def together(ranks: Ranks, act: Callable[[], _Result]) -> _Result:
+def together(ranks: Ranks, place: str, act: Callable[[], _Result]) -> _Result:
     """Call ``act``, which is not collective, and return its result when it has succeeded on every rank.
+
+    Args:
+        place: as for ``Ranks.exchange``.
 
     Raises:
         MegabucketError: the error of the first rank that has failed, with the same text on every rank. An error of another kind
             becomes a ``CheckpointError`` that names the rank.
     """
     result: list[_Result] = []
-    gather_results(ranks, lambda: result.append(act()))
+    gather_results(ranks, place, lambda: result.append(act()))
     return result[0]

@@ -136,9 +136,9 @@ def restore(stored: Stored, parts: TrainingParts, *, cast: bool = False, with_rn
     """
     ranks = GroupRanks(parts.ddp, "loading a checkpoint")
     names, staging = GlobalNames(parts.ddp), Staging(stored)
-    model = WholeModel.of(gather_results(ranks, lambda: model_summary(parts, names, "loading a checkpoint")))
-    together(ranks, lambda: _refuse(stored, _mismatches(stored, parts, names, model, cast=cast)))
-    found = together(ranks, lambda: _read(staging, parts, names, with_rng=with_rng))
+    model = WholeModel.of(gather_results(ranks, "model", lambda: model_summary(parts, names, "loading a checkpoint")))
+    together(ranks, "differences", lambda: _refuse(stored, _mismatches(stored, parts, names, model, cast=cast)))
+    found = together(ranks, "values", lambda: _read(staging, parts, names, with_rng=with_rng))
     touched: list[tuple[Restore, Any]] = []
 
     def set_states() -> None:
@@ -146,21 +146,20 @@ def restore(stored: Stored, parts: TrainingParts, *, cast: bool = False, with_rn
             touched.append((set_state, before))
             set_state(state)
 
-    # In a call of its own, because the ranks that agree in it go on: one that was interrupted in ``set_states`` makes another.
-    states_ranks = GroupRanks(parts.ddp, "loading a checkpoint: states")
     try:
-        together(states_ranks, set_states)
+        together(ranks, "states", set_states)
+        with parts.ddp.sync.call("loading a checkpoint: writing") as call, torch.no_grad():
+            call.open()
+            for target, values in staging.copies:
+                target.copy_(values)
+            parts.ddp.note_written()
+            for act in staging.finish:
+                act()
     except BaseException:
         for set_state, before in reversed(touched):
             with suppress(Exception):  # an object that cannot take its own state back has failed before
                 set_state(before)
         raise
-    with torch.no_grad():
-        for target, values in staging.copies:
-            target.copy_(values)
-        parts.ddp.note_written()
-        for act in staging.finish:
-            act()
     return found
 
 

@@ -24,6 +24,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
+from io import FileIO
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
@@ -101,7 +102,7 @@ class Save:
     def __init__(self, root: Path, step: int, ranks: Ranks, settings: SaveSettings) -> None:
         self._root, self._step, self._ranks, self._settings = root, step, ranks, settings
         self._root_directory = RootDirectory(root, settings.file_system)
-        self._lock: int | None = None
+        self._lock: FileIO | None = None
         self._staging = root
         self._latest: Latest | None = None
         self._content = Content({}, 0, {})
@@ -127,13 +128,13 @@ class Save:
             MegabucketError: an error of ``content``, on some rank.
         """
         try:
-            plans = self._agree(lambda: self._plan(content))
+            plans = self._agree("plan", lambda: self._plan(content))
             self._staging = self._root / plans[0]["staging"]
             self._check([plan["same"] for plan in plans])
             written = yield lambda: self._content.write(self._settings.file_system, self._staging)
-            reports = self._agree(lambda: self._report(written()))
+            reports = self._agree("files", lambda: self._report(written()))
             published = yield lambda: self._publish(reports)
-            return self._root / str(self._agree(published)[0])
+            return self._root / str(self._agree("manifest", published)[0])
         except MegabucketError:
             if self._ranks.rank == 0 and self._staging != self._root:
                 with suppress(OSError):  # the next save removes it
@@ -189,7 +190,7 @@ class Save:
             self._root_directory.remove_old(published, keep_last=self._settings.keep_last)
         return published.name
 
-    def _agree(self, act: Work) -> list[Any]:
+    def _agree(self, place: str, act: Work) -> list[Any]:
         """Return the results of ``act`` on all ranks; if it failed on one, raise the same error on all."""
 
         def guarded() -> Any:
@@ -205,7 +206,7 @@ class Save:
                     )
                 raise self._not_saved(reason, rank=self._ranks.rank, path=path) from error
 
-        return gather_results(self._ranks, guarded)
+        return gather_results(self._ranks, place, guarded)
 
     @property
     def _last_good_step(self) -> int:
@@ -313,7 +314,8 @@ class BackgroundWriter:
         return path
 
     def _is_over_everywhere(self) -> bool:
-        return all(is_done == b"1" for is_done in self._ranks.exchange(b"1" if self._result.done() else b"0"))
+        own = b"1" if self._result.done() else b"0"
+        return all(is_done == b"1" for is_done in self._ranks.exchange(own, "progress"))
 
     def _start(self, works: Works, work: Work) -> None:
         self._works, self._result = works, Future()

@@ -126,7 +126,7 @@ class DistributedDataParallel(torch.nn.Module):
         forward = functools.partial(type(self).forward, self)
         self.forward = functools.wraps(module.forward)(forward)  # type: ignore[method-assign]
         try:
-            self._wrapping = self._wrap(self.ddp_config)
+            self.__dict__["_wrapping"] = self._wrap(self.ddp_config)  # as in rebuild()
             self.register_load_state_dict_pre_hook(restore_prefix)  # type: ignore[no-untyped-call]
             _warn_without_overlap(self.communicator, self.ddp_config, self.layout)
             self._add_recorders()
@@ -479,16 +479,21 @@ class DistributedDataParallel(torch.nn.Module):
             PeerFailedError: another rank could not rebuild.
             MegabucketError: as for wrapping.
         """
-        optimizers = list(self._optimizers)
         config = config if config is not None else self.ddp_config
-        obstacle, num_optimizers = find_difference(self.ddp_config, config), len(optimizers)
-        before = prepare_rebuild(self._wrapping, num_optimizers=num_optimizers, obstacle=obstacle)
+        before = self._wrapping.sync_before if isinstance(self._wrapping, Unwrapped) else self.sync
+        with before.calls("rebuild()"):
+            self._rebuild(config, before)
+
+    def _rebuild(self, config: DistributedDataParallelConfig, before: GradSync) -> None:
+        optimizers = list(self._optimizers)
+        obstacle = find_difference(self.ddp_config, config)
+        prepare_rebuild(self._wrapping, before, num_optimizers=len(optimizers), obstacle=obstacle)
         for optimizer in optimizers:
             optimizer.before_rebuild()
         try:
             self._wrapping.undo()
             torch.nn.Module.zero_grad(self.module)  # also parameters that were in no buffer
-            self._wrapping = self._wrap(config)
+            self.__dict__["_wrapping"] = self._wrap(config)  # without torch's __setattr__, in which an interrupt would lose it
             self.sync.continue_from(before)
             before = self.sync  # if the broadcast breaks it, the next rebuild is refused
             if self.ddp_config.init_sync:
@@ -533,7 +538,7 @@ class DistributedDataParallel(torch.nn.Module):
             call.open()
             failure = find_divergence(params, self.identities, self.ranks, step=self.sync.step)
         if not self.ranks.has_same_params:
-            with self.sync.call("check_replicas()"):
+            with self.sync.call("check_replicas(): findings"):
                 if failure is not None:
                     raise failure
         if failure is not None:

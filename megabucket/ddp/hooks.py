@@ -59,29 +59,28 @@ def register_hooks(
     owners: OwnerGuard,
     *,
     on_load: Callable[[], None],
-) -> tuple[list[RemovableHandle], Callable[..., Any]]:
-    """Hook parameters and module of one wrapper. Return the handles, and a function that calls the compiled module.
+    into: list[RemovableHandle],
+) -> Callable[..., Any]:
+    """Hook parameters and module of one wrapper. Return a function that calls the compiled module.
 
     The hooks of the module keep ``sync`` alive as long as the module; those of the parameters refer to it weakly.
 
     Args:
         on_load: called after a ``load_state_dict`` of the module or of any submodule.
+        into: gets each handle as soon as there is one, so that all are there when an interrupt ends this.
     """
-    handles: list[RemovableHandle] = [
-        _register_last(param, hook)
-        for group in groups
-        for param, hook in zip(group.params, grad_hooks(sync, group), strict=True)
-    ]
-    watching, call_compiled = watch_forwards(module, sync, owners)
-    handles += watching
+    for group in groups:
+        hooks = zip(group.params, grad_hooks(sync, group), strict=True)
+        into.extend(_register_last(param, hook) for param, hook in hooks)
+    call_compiled = watch_forwards(module, sync, owners, into=into)
     submodules = set(module.modules())
 
     def note_load(loaded: torch.nn.Module, _: Any) -> None:
         if loaded in submodules:  # a shallow copy shares the hook
             on_load()
 
-    handles += [submodule.register_load_state_dict_post_hook(ModuleHook(note_load)) for submodule in submodules]
-    return handles, call_compiled
+    into.extend(submodule.register_load_state_dict_post_hook(ModuleHook(note_load)) for submodule in submodules)
+    return call_compiled
 
 
 def grad_hooks(sync: GradSync, group: _ParamAndGradBucketGroup) -> list[GradHook]:
@@ -212,12 +211,12 @@ def check_finish(params: Mapping[str, torch.Tensor], policy: StepPolicy, ranks: 
 
 
 def watch_forwards(
-    module: torch.nn.Module, sync: GradSync, owners: OwnerGuard
-) -> tuple[list[RemovableHandle], Callable[..., Any]]:
+    module: torch.nn.Module, sync: GradSync, owners: OwnerGuard, *, into: list[RemovableHandle]
+) -> Callable[..., Any]:
     """Notify ``sync`` of training forwards of ``module``: those in ``train()`` mode with gradients enabled.
 
-    Hooks that ``torch.compile`` traces do nothing, so that the module may be one graph (``fullgraph=True``). The second result
-    calls the module and runs the hooks outside the graph.
+    Hooks that ``torch.compile`` traces do nothing, so that the module may be one graph (``fullgraph=True``). The result calls
+    the module and runs the hooks outside the graph.
     """
     outside = _Outside()
 
@@ -245,11 +244,9 @@ def watch_forwards(
         if not _watch_outputs(output, sync, note_reached) and note_reached is not None:
             note_reached()  # no backward can start here
 
-    handles = [
-        module.register_forward_pre_hook(ModuleHook(before), prepend=True),
-        module.register_forward_hook(ModuleHook(after), always_call=True),
-    ]
-    return handles, outside.make_call(module, before, after)
+    into.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True))
+    into.append(module.register_forward_hook(ModuleHook(after), always_call=True))
+    return outside.make_call(module, before, after)
 
 
 @dataclasses.dataclass(slots=True)

@@ -26,13 +26,11 @@ from megabucket.errors import PhaseError
 class ParamGather:
     """The param gather of one wrapper."""
 
-    def __init__(self, groups: Sequence[_ParamAndGradBucketGroup], module: torch.nn.Module, *, overlaps: bool) -> None:
+    def __init__(self, groups: Sequence[_ParamAndGradBucketGroup], *, overlaps: bool) -> None:
         self._groups = groups
         self._overlaps = overlaps
         self._called: set[torch.nn.Module] = set()
         self._needed: dict[torch.nn.Module, list[_ParamAndGradBucketGroup]] | None = None
-        self.handles = list(self._register_hooks(module))
-        """Of the forward hooks."""
 
     def start(self) -> None:
         """Launch the gather of every group."""
@@ -61,7 +59,9 @@ class ParamGather:
             if id(param) in copies:
                 copies[id(param)].copy_(param)
 
-    def _register_hooks(self, module: torch.nn.Module) -> Iterator[RemovableHandle]:
+    def register_hooks(self, module: torch.nn.Module) -> Iterator[RemovableHandle]:
+        """Hook the module and all in it; yield each handle as soon as there is one."""
+
         def after_first_forward(*_: Any) -> None:
             if self._needed is None:
                 self._needed = self._learn(module)

@@ -156,7 +156,7 @@ class GradSync:
         self._num_launched = 0  # always a prefix of the groups
         self._is_leaving = False  # detach() waits for the other ranks, but not for long
         self._concludes_late = False  # forwards of the next step may begin before the step that was given up is concluded
-        self._no_sync_depth = self._num_blocks = 0
+        self._no_sync_depth = self._num_blocks = self._num_calls = 0
         # Of the running backward:
         self._backward = BackwardWatch()
         self._is_taking = False  # it has produced a gradient
@@ -915,9 +915,11 @@ class GradSync:
         except GeneratorExit:
             raise  # the consumer of ``agree`` handles its own exception
         except BaseException as error:
+            # The others go from the fence of a grad_change to its collective, without another fence.
+            is_final = self.state in final or (self.state is StepState.AGREED and self.counters.grad_change)
             if isinstance(error, _GROUP_ERRORS):
                 self._break(self.broken or error)
-            elif self.state in final or (self._fence.is_sent and self.state not in (StepState.GIVING_UP, StepState.BROKEN)):
+            elif is_final or (self._fence.is_sent and self.state not in (StepState.GIVING_UP, StepState.BROKEN)):
                 self.break_off(phase, describe(error))
             elif self.state in (StepState.OPEN, StepState.LAUNCHING) or (self._awaits_update and self.updates_jointly):
                 self.fail(phase, error)
@@ -974,11 +976,32 @@ class GradSync:
                 self.break_off(label, describe(error))
             raise
 
+    @contextmanager
+    def calls(self, label: str) -> Iterator[None]:
+        """Make several collective calls, each of which goes on from what the ones before have changed on all ranks.
+
+        Errors that all ranks find alike leave the block. Any other exception after the first call has begun, even an interrupt,
+        breaks the wrapper on all ranks: at the next try this rank would be at another place than they.
+
+        Args:
+            label: as for ``call``.
+        """
+        num_calls = self._num_calls
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, _GROUP_ERRORS):
+                self._break(self.broken or error)
+            elif self._num_calls > num_calls and not isinstance(error, MegabucketError):
+                self.break_off(label, describe(error))
+            raise
+
     def _agree_on_call(self, label: str, call: Call, failure: Exception | None) -> StepState:
         """Enter the call together with all ranks. Return the state to go back to at its end."""
         self.settle()
         before = self.state
         self.enter(StepState.CALL)
+        self._num_calls += 1
         may_vote = before is StepState.AGREED and self.updates_jointly  # other ranks, on the step that was counted last
         step = self.step - may_vote
         error, reports = self.ranks.agree(self._fence, label, call, failure, device=self._device, step=step)

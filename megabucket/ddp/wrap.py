@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, suppress
 from fnmatch import fnmatchcase
 from typing import Any, Final, NoReturn, Protocol
 
@@ -315,16 +315,25 @@ class Wrapping:
         self.module, self.policy = module, resolve_step(config)
         params, self.identities, self.layout = _agree_on_model(module, config, ranks, groups)
         self.param_names = {param: name for name, param in params.items()}
-        self.buffers, self.groups = _attach(self.layout, params, config, ranks)
+        self.buffers: list[ParamAndGradBuffer] = []
+        self.groups: list[_ParamAndGradBucketGroup] = []
+        self._handles: list[Any] = []
+        """To be removed at the end."""
         self._is_attached = True
-        watch = ModelWatch(module, params, self.groups) if self.policy.watches_model else None
-        self.sync = GradSync(self.groups, self.policy, watch, backward_hooks=backward_hooks_of(module), ranks=ranks)
-        self.gather = ParamGather(self.groups, module, overlaps=self.policy.overlaps_params)
-        self._guard = PlainOptimizerGuard(params, self.sync, rank=ranks.step.rank)
-        self._owners = OwnerGuard(module, params)
-        self._owners.watch()
-        handles, self.call_compiled = register_hooks(module, self.groups, self.sync, self._owners, on_load=on_load)
-        self._handles = [*self.gather.handles, *handles]
+        try:
+            self.groups += _attach(self.layout, params, config, ranks, into=self.buffers)
+            watch = ModelWatch(module, params, self.groups) if self.policy.watches_model else None
+            self.sync = GradSync(self.groups, self.policy, watch, backward_hooks=backward_hooks_of(module), ranks=ranks)
+            self.gather = ParamGather(self.groups, overlaps=self.policy.overlaps_params)
+            self._handles.extend(self.gather.register_hooks(module))
+            self._handles.append(PlainOptimizerGuard(params, self.sync, rank=ranks.step.rank))
+            owners = OwnerGuard(module, params)
+            self._handles.append(owners)
+            owners.watch()
+            self.call_compiled = register_hooks(module, self.groups, self.sync, owners, on_load=on_load, into=self._handles)
+        except BaseException:
+            self._release()
+            raise
 
     def check_is_wrapped(self, module: torch.nn.Module) -> None:
         """Refuse to call a module that has replaced the wrapped one.
@@ -353,21 +362,22 @@ class Wrapping:
         """Give the parameters their own storage again and remove all hooks. A second call does nothing."""
         if not self._is_attached:
             return
-        self._is_attached = False
         try:
             if self.sync.broken is None:
                 self.sync.leave()
             if self.sync.broken is None:
                 self.gather.finish()
         finally:  # also after the loss of a rank
-            for handle in self._handles:
-                handle.remove()
-            self._guard.remove()
-            self._owners.remove()
-            for group in self.groups:
-                group.show_params()
-            for buffer in self.buffers:
-                buffer.detach()
+            self._release()
+
+    def _release(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for group in self.groups:
+            group.show_params()
+        for buffer in self.buffers:
+            buffer.detach()
+        self._is_attached = False  # last: an interrupted call is repeated
 
 
 class Detached:
@@ -442,12 +452,15 @@ def find_difference(before: DistributedDataParallelConfig, after: DistributedDat
     )
 
 
-def prepare_rebuild(wrapping: Wrapping | Detached, *, num_optimizers: int, obstacle: ConfigError | None = None) -> GradSync:
-    """Agree with all ranks on a rebuild and drop the open step; return the sync whose counts continue.
+def prepare_rebuild(
+    wrapping: Wrapping | Detached, sync: GradSync, *, num_optimizers: int, obstacle: ConfigError | None = None
+) -> None:
+    """Agree with all ranks on a rebuild and drop the open step.
 
     Changes nothing else.
 
     Args:
+        sync: of the wrapping, or the one whose counts continue.
         obstacle: why this rank cannot rebuild.
 
     Raises:
@@ -460,9 +473,9 @@ def prepare_rebuild(wrapping: Wrapping | Detached, *, num_optimizers: int, obsta
     refuse_in_backward("rebuild()")
     failure: MegabucketError | None = obstacle
     if isinstance(wrapping, Unwrapped):
-        sync, description = wrapping.sync_before, "a module that no rebuild has wrapped yet"
+        description = "a module that no rebuild has wrapped yet"
     else:
-        sync, description, failure = wrapping.sync, "a wrapped module", obstacle or wrapping.find_obstacle()
+        description, failure = "a wrapped module", obstacle or wrapping.find_obstacle()
         # First, because in an open step ranks may have launched different numbers of buckets. Its gradients are not wanted, and
         # a changed module is why the caller rebuilds.
         with suppress(ModelChangedError, LateGradientError, UnusedParameterError, NonFiniteGradientError):
@@ -472,7 +485,6 @@ def prepare_rebuild(wrapping: Wrapping | Detached, *, num_optimizers: int, obsta
         call.entries = [("optimizers to take along:", num_optimizers), (description,)]
         if failure is not None:
             raise failure
-    return sync
 
 
 def _agree_on_model(
@@ -547,31 +559,35 @@ def _call(label: str, ranks: RankGroups, device: torch.device) -> AbstractContex
 
 
 def _attach(
-    layout: ModelLayout, params: Mapping[str, torch.nn.Parameter], config: DistributedDataParallelConfig, ranks: RankGroups
-) -> tuple[list[ParamAndGradBuffer], list[_ParamAndGradBucketGroup]]:
-    """Move the parameters into buffers, on all ranks or on none; return the buffers, and bucket groups in launch order."""
-    buffers: list[ParamAndGradBuffer] = []
+    layout: ModelLayout,
+    params: Mapping[str, torch.nn.Parameter],
+    config: DistributedDataParallelConfig,
+    ranks: RankGroups,
+    *,
+    into: list[ParamAndGradBuffer],
+) -> list[_ParamAndGradBucketGroup]:
+    """Move the parameters into buffers, and return bucket groups in launch order.
+
+    Args:
+        into: gets the buffers. After an error, on all ranks, the caller detaches them.
+    """
     groups: list[_ParamAndGradBucketGroup] = []
     device, is_one_batch = next(iter(params.values())).device, resolve_step(config).is_one_batch
     fp32_local = fp32_local_params(config, params)
     for pattern in config.param_name_patterns_for_fp32_local_accumulation:
         if pattern != "all" and not any(fnmatchcase(name, pattern) for name in params):
             log_once(f"param_name_patterns_for_fp32_local_accumulation: no parameter on this rank matches {pattern!r}")
-    with ExitStack() as undo:
-        with _call("wrap: buffers", ranks, device):
-            for buffer_layout in layout.buffers:
-                buffers.append(ParamAndGradBuffer(buffer_layout, params, fp32_local=fp32_local))
-                undo.callback(buffers[-1].detach)
-            batches: dict[object, list[_ParamAndGradBucket]] = {}
-            for bucket_id in launch_order(layout):
-                bucket = buffers[bucket_id.buffer].buckets[bucket_id.bucket]
-                batches.setdefault(bucket.buffer.layout.key.group if is_one_batch else bucket_id, []).append(bucket)
-            for index, batch in enumerate(batches.values()):
-                reduction = ranks.by_name[batch[0].buffer.layout.key.group]._asdict()
-                del reduction["places"]
-                groups.append(_ParamAndGradBucketGroup(batch, index=index, **reduction))
-        undo.pop_all()
-    return buffers, groups
+    with _call("wrap: buffers", ranks, device):
+        into.extend(ParamAndGradBuffer(one, params, fp32_local=fp32_local) for one in layout.buffers)
+        batches: dict[object, list[_ParamAndGradBucket]] = {}
+        for bucket_id in launch_order(layout):
+            bucket = into[bucket_id.buffer].buckets[bucket_id.bucket]
+            batches.setdefault(bucket.buffer.layout.key.group if is_one_batch else bucket_id, []).append(bucket)
+        for index, batch in enumerate(batches.values()):
+            reduction = ranks.by_name[batch[0].buffer.layout.key.group]._asdict()
+            del reduction["places"]
+            groups.append(_ParamAndGradBucketGroup(batch, index=index, **reduction))
+    return groups
 
 
 def restore_prefix(_: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:

@@ -287,15 +287,15 @@ def unshard(shards: Sequence[MainShard], state: Mapping[torch.Tensor, Mapping[st
             for pieces of one parameter.
         PeerFailedError: another rank has failed.
     """
-    label = f"{holder.label}: optimizer state"
     values: dict[torch.Tensor, Mapping[str, Any]] = {}
     main_values: dict[torch.Tensor, torch.Tensor] = {}
     dtypes: dict[torch.Tensor, torch.dtype] = {}
+    label = f"{holder.label}: descriptions of optimizer state"
     with holder.sync.call(label) as call:
         own = describe_shards(shards, state)
         call.open()
         answers = _of_all_ranks(shards, own, holder, label)
-    with holder.sync.call(label) as call:
+    with holder.sync.call(f"{holder.label}: optimizer state") as call:
         described = merge_descriptions(answers)
         call.open()
         for buffer in holder.buffers:

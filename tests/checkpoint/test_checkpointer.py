@@ -2,8 +2,10 @@
 
 import copy
 import random
+import re
 import shutil
 import threading
+from collections import defaultdict
 from concurrent.futures import wait
 
 import pytest
@@ -17,6 +19,7 @@ from megabucket.errors import (
     CheckpointMismatchError,
     CheckpointMissingError,
     CheckpointNotSavedError,
+    WrapperBrokenError,
 )
 from megabucket.testing import LoopbackWorld
 
@@ -98,6 +101,25 @@ def run_ranks(size, program, **settings):
     """Call ``program(run)`` on every rank of a loopback world, one thread each; return the results."""
     world = LoopbackWorld(size, timeout_s=20)
     return world.run(lambda rank: program(Run(world.communicator(rank), **settings)))
+
+
+class InterruptedOnce(torch.optim.lr_scheduler.ExponentialLR):
+    """Is interrupted when its state is asked for the first time."""
+
+    def state_dict(self):
+        if vars(self).pop("is_armed", False):
+            raise KeyboardInterrupt
+        return super().state_dict()
+
+
+class Interrupting(defaultdict):
+    """State that is interrupted when it is replaced."""
+
+    def __init__(self, state):
+        super().__init__(dict, state)
+
+    def update(self, *_):
+        raise KeyboardInterrupt
 
 
 def same(one, other):
@@ -337,7 +359,7 @@ class TestFaults:
 
         def program(run):
             run.train(1).save(tmp_path, 1)
-            with pytest.raises(CallMismatchError, match="saving a checkpoint on rank 0") as caught:
+            with pytest.raises(CallMismatchError, match="saving a checkpoint: model on rank 0") as caught:
                 run.save(tmp_path, 2) if run.rank == 0 else other(run, tmp_path)
             run.optimizer.zero_grad()
             run.sample = 1
@@ -349,6 +371,48 @@ class TestFaults:
 
         assert texts[0] == texts[1]
         assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000001", "step-00000003"]
+
+    @pytest.mark.parametrize("operation", ["save", "load"])
+    @MODES
+    def test_a_rank_that_is_interrupted_between_two_exchanges_and_tries_again_meets_no_later_one_of_the_others(
+        self, tmp_path, sharded, operation
+    ):
+        def program(run):
+            run.train(1).save(tmp_path, 1)
+            call = (lambda: run.save(tmp_path, 2)) if operation == "save" else (lambda: run.load(tmp_path))
+            if run.rank == 1:
+                run.scheduler.__class__, run.scheduler.is_armed = InterruptedOnce, True
+                with pytest.raises(KeyboardInterrupt):
+                    call()
+            with pytest.raises(CallMismatchError) as caught:
+                call()
+            call()
+            run.train(1).ddp.check_replicas()
+            return str(caught.value)
+
+        texts = run_ranks(2, program, sharded=sharded)
+
+        assert texts[0] == texts[1]
+        first = {"save": "model", "load": "choice"}[operation]
+        assert re.search(rf"a checkpoint: values on rank 0; \w+ a checkpoint: {first} on rank 1", texts[0])
+
+    def test_a_rank_that_is_interrupted_while_loaded_values_are_written_breaks_all_ranks(self, tmp_path):
+        def program(run):
+            run.train(1).save(tmp_path, 1)
+            if run.rank == 1:
+                run.optimizer.state = Interrupting(run.optimizer.state)
+                with pytest.raises(KeyboardInterrupt):
+                    run.load(tmp_path)
+            else:
+                run.load(tmp_path)
+            with pytest.raises(WrapperBrokenError) as caught:
+                run.ddp.check_replicas()
+            return str(caught.value), caught.value.rank, caught.value.phase
+
+        found = run_ranks(2, program, sharded=False, plain=True)
+
+        assert found[0] == found[1]
+        assert found[0][1:] == (1, "loading a checkpoint: writing")
 
     def test_a_root_that_cannot_be_made_is_one_error_on_all_ranks(self, tmp_path):
         (tmp_path / "file").write_text("")

@@ -1,6 +1,7 @@
 """Saving: what is on the disk afterwards, what is refused, and who says so."""
 
 import errno
+import gc
 import hashlib
 import os
 import shutil
@@ -13,7 +14,7 @@ from faults.checkpoints import sample
 from faults.checkpoints.faulty import FaultyFileSystem
 from faults.checkpoints.threads import in_threads
 from megabucket.checkpoint.catalog import saved_steps
-from megabucket.checkpoint.file_system import FileSystem
+from megabucket.checkpoint.file_system import FileSystem, lock, unlock
 from megabucket.checkpoint.format import Piece, Snapshot, TensorInfo
 from megabucket.checkpoint.ranks import AloneRanks
 from megabucket.checkpoint.save import Save, SaveSettings, content_of, save_snapshot
@@ -388,3 +389,15 @@ def test_a_checkpoint_can_be_moved_with_its_root(tmp_path):
     shutil.move(tmp_path / "here", tmp_path / "there")
 
     assert sample.loaded_step(tmp_path / "there") == 1
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_lock_that_an_interrupt_has_kept_from_being_released_is_free_when_its_save_is_dropped(tmp_path):
+    held = lock(tmp_path / "lock")
+    with pytest.raises(BlockingIOError):
+        lock(tmp_path / "lock")
+
+    del held
+    gc.collect()
+
+    unlock(lock(tmp_path / "lock"))

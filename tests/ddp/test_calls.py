@@ -245,3 +245,45 @@ def test_two_calls_in_the_middle_of_a_step_leave_the_step_alone():
     assert "dropped" not in str(first)
     assert is_updated
     assert is_also_updated
+
+
+# An interrupt between the exchanges of a call #
+
+
+class Interrupting(Two):
+    """Interrupts once whoever asks for its parameters."""
+
+    cause = None
+
+    def parameters(self, recurse=True):
+        if self.cause is not None:
+            cause, self.cause = self.cause, None
+            raise cause
+        return super().parameters(recurse)
+
+
+@pytest.mark.parametrize("cause", [KeyboardInterrupt("by hand"), RuntimeError("out of a signal handler")], ids=repr)
+def test_a_rebuild_that_is_interrupted_on_one_rank_breaks_all_ranks_and_the_module_can_be_wrapped_again(cause):
+    def play(rank):
+        rank.step()
+        module = rank.ddp.module
+        module.__class__ = Interrupting
+        module.cause = cause if rank.rank == 1 else None
+        with pytest.raises((WrapperBrokenError, type(cause))) as first:
+            rank.ddp.rebuild()
+        with pytest.raises(WrapperBrokenError) as second:
+            rank.ddp.rebuild()
+        found = [first.value, second.value]
+        rank.ddp.detach()
+        return found, [hasattr(param, "main_grad") for param in module.parameters()], module
+
+    (heard, *of_first), (own, *of_second) = run_ranks(play)
+
+    assert own[0] is cause
+    assert all(type(error) is WrapperBrokenError for error in (*heard, *own[1:]))
+    assert len({str(error) for error in (*heard, *own[1:])}) == 1
+    assert (heard[0].rank, heard[0].phase) == (1, "rebuild()")
+    for are_in_buffers, module in (of_first, of_second):
+        assert not any(are_in_buffers)
+        module.cause = None
+        mb.DistributedDataParallel(module, mb.DistributedDataParallelConfig(), communicator=LoopbackWorld(1).communicator(0))

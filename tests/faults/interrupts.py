@@ -7,15 +7,17 @@ repeated, ranks that are in different steps or have diverged load the last check
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import math
 import random
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -233,6 +235,7 @@ class Trainer:
             return
         if not (self.seen or self.named):
             return
+        torch.set_grad_enabled(True)  # as in `_step`
         self.ddp.detach()  # again, or as the wrapper's constructor has done
         inputs, targets = make_batch(seed=0, batch=0, rank=0, microbatch=0)
         params = dict(model.named_parameters())
@@ -354,8 +357,9 @@ def verdict_of(trainers: list[Trainer]) -> tuple[Name, str]:
 class _AtLine:
     """Raises once, at the nth line that this thread executes inside the context: a trace function that raises is removed."""
 
-    def __init__(self, position: int) -> None:
+    def __init__(self, position: int, inside: Sequence[Callable[..., Any]] = ()) -> None:
         self._left, self._is_odd = position, bool(position // 2 % 2)
+        self._inside = [inspect.unwrap(one).__code__ for one in inside]
         self._is_over = False
         self.where = ""
 
@@ -382,7 +386,7 @@ class _AtLine:
             return self._skip
         if event == "call" and _is_inside_c(frame):
             return None
-        if event == "line":
+        if event == "line" and (not self._inside or frame.f_code in self._inside):
             self._left -= 1
             # A `with` is also the line on which its block ends, between two instructions at which no signal is handled: an
             # exception there would leave a lock locked.
@@ -423,8 +427,14 @@ class InterruptResult:
         return f"{sum(self.counts.values())} interrupts: " + ", ".join(f"{n} {name.value}" for name, n in self.counts.items())
 
 
-def interrupt_at_lines(combo: Combo, *, every: int = 1, first: int = 1, call: Call | None = None) -> InterruptResult:
-    """Interrupt one step, or a call, at every line, or every nth, each in a loopback world of its own."""
+def interrupt_at_lines(
+    combo: Combo, *, every: int = 1, first: int = 1, call: Call | None = None, inside: Sequence[Callable[..., Any]] = ()
+) -> InterruptResult:
+    """Interrupt one step, or a call, at every line, or every nth, each in a loopback world of its own.
+
+    Args:
+        inside: only at lines of these functions, without those of the functions that they call.
+    """
     result = InterruptResult()
     call = Call(combo=combo) if call is None else call
     position, ends = first, False
@@ -432,7 +442,7 @@ def interrupt_at_lines(combo: Combo, *, every: int = 1, first: int = 1, call: Ca
     unraisable, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         while not ends:
-            at_line = _AtLine(position)
+            at_line = _AtLine(position, inside)
             culprit = position % call.combo.num_ranks
             trainers = _train_in_threads(call, culprit=culprit, at_line=at_line)
             ends = not at_line.has_come
@@ -449,6 +459,7 @@ def _train_in_threads(call: Call, *, culprit: int, at_line: _AtLine) -> list[Tra
     combo, config = call.combo, call.config
     world = LoopbackWorld(combo.num_ranks, timeout_s=20.0)
     groups = make_groups(combo, world.subgroup)
+    are_ready = threading.Barrier(combo.num_ranks)
 
     def run(rank: int) -> Trainer:
         ours = Ours(combo, groups=groups[rank])
@@ -467,11 +478,14 @@ def _train_in_threads(call: Call, *, culprit: int, at_line: _AtLine) -> list[Tra
         elif not call.is_alone:
             trainer.step(0)
             trainer.save()
+        are_ready.wait(20.0)  # an interrupt does not reach into the step before
         trainer.train(at_line if rank == culprit else _nothing)
         try:
             trainer.ddp.detach()  # all that is left to do with a broken one
         except MegabucketError as error:
             trainer.wrong = trainer.wrong or f"detach(): {type(error).__name__}: {error}"
+        if call is not CALLS["detach"] and any(hasattr(param, "main_grad") for param in ddp.module.parameters()):
+            trainer.wrong = trainer.wrong or "detach() has left parameters in buffers, so the module cannot be wrapped again"
         return trainer
 
     with tempfile.TemporaryDirectory(prefix="megabucket-faults-") as root:

@@ -73,7 +73,7 @@ class _Place:
         """Make a directory; all ranks call it."""
         ranks = GroupRanks(here.ddp, "saving or loading a checkpoint")
         made = tempfile.mkdtemp(prefix="megabucket-faults-") if ranks.rank == 0 else ""
-        return cls(Path(ranks.exchange(made.encode())[0].decode()), ranks)
+        return cls(Path(ranks.exchange(made.encode(), "directory")[0].decode()), ranks)
 
     def save(self, here: Here, step: int, file_system: FileSystem) -> None:
         """Save what the rank trains."""
@@ -83,7 +83,7 @@ class _Place:
     def remove(self, *, meets: bool) -> None:
         """Remove the directory, once every rank has looked at it if the ranks can still meet."""
         if meets:
-            self.ranks.exchange(b"looked")
+            self.ranks.exchange(b"looked", "end")
         if self.ranks.rank == 0 or not meets:
             shutil.rmtree(self.root, ignore_errors=True)
 
@@ -160,7 +160,7 @@ def _load_damaged(cell: Cell) -> Fault:
         place.save(here, _GOOD, FileSystem())
         if place.ranks.rank == 0:
             damage(place.root)
-        place.ranks.exchange(b"damaged")
+        place.ranks.exchange(b"damaged", "damage")
         here.announce()
         try:
             if cell.place == "EIO":

@@ -1,13 +1,23 @@
 """Interrupts at some of the lines of a step, at all of them in ``python -m faults interrupts``; and alarms in processes."""
 
 import pytest
+import torch
 
 from faults.interrupts import CALLS, COMBOS, FORM_COMBOS, Trainer, interrupt_at_lines, verdict_of
 from faults.judge import Name, judge
 from faults.kinds import fault_of, select
 from faults.player import Play
 from faults.processes import run_many
+from megabucket.buffer import _ParamAndGradBucketGroup
+from megabucket.checkpoint.capture import RunState, capture
+from megabucket.checkpoint.checkpointer import Checkpointer
+from megabucket.checkpoint.restore import restore
+from megabucket.checkpoint.save import Save
+from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.step import GradSync
+from megabucket.ddp.wrap import Wrapping
+from megabucket.optim.distributed_optimizer import DistributedOptimizer
+from megabucket.optim.state_dict import unshard
 
 EVERY, EVERY_OF_CALL, EVERY_OF_FORM = 101, 503, 401  # lines
 
@@ -37,6 +47,40 @@ def test_an_interrupt_at_any_line_of_a_call_is_right_or_named_or_breaks_all_rank
 
     assert result.failures == []
     assert result.counts.total() >= 1
+
+
+BETWEEN_EXCHANGES = {
+    "check_replicas of replicas": [DistributedDataParallel.check_replicas],
+    "rebuild": [
+        *(DistributedDataParallel.rebuild, DistributedDataParallel._rebuild, torch.nn.Module.__setattr__),
+        *(Wrapping.__init__, Wrapping.undo),
+    ],
+    "wrap": [Wrapping.__init__],
+    "param_norms": [_ParamAndGradBucketGroup.finish_param_sync],
+    "clip_grad_norm_": [DistributedOptimizer._take_grads, GradSync.finish, GradSync.agree, GradSync._conclude_whole],
+    "unscale_grads": [DistributedOptimizer._take_grads, GradSync.finish, GradSync.agree, GradSync._conclude_whole],
+    "save_checkpoint, load_checkpoint": [
+        Checkpointer.save_now,
+        Checkpointer.load,
+        capture,
+        RunState.__init__,
+        Save.works,
+        restore,
+    ],
+    "state_dict": [unshard],
+}
+"""The functions that make several exchanges in one call."""
+
+
+_SLOW = ("save_checkpoint, load_checkpoint", "rebuild")
+
+
+@pytest.mark.parametrize("call", [pytest.param(call, marks=[pytest.mark.slow] * (call in _SLOW)) for call in BETWEEN_EXCHANGES])
+def test_an_interrupt_between_two_exchanges_of_a_call_is_right_or_named_or_breaks_all_ranks(call):
+    result = interrupt_at_lines(CALLS[call].combo, call=CALLS[call], inside=BETWEEN_EXCHANGES[call])
+
+    assert result.failures == []
+    assert result.counts.total() >= 10
 
 
 def test_an_interrupt_that_nobody_hears_of_is_found(monkeypatch):

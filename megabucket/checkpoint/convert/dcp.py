@@ -68,7 +68,7 @@ def save_dcp(
         MegabucketError: as ``save_checkpoint``.
     """
     ranks = GroupRanks(ddp, "saving a checkpoint")
-    group = together(ranks, lambda: _check_target(Path(path), ddp))
+    group = together(ranks, "target", lambda: _check_target(Path(path), ddp))
     snapshot = capture(TrainingParts(ddp, optimizer), data_position=data_position, extras=extras, with_rng=False)
     state_dict = _nested(snapshot, ddp.module)
     with _torchs_errors(path, "write"):
@@ -188,7 +188,7 @@ def load_dcp(
             "trusted=True if nobody else could have written them; files of save_checkpoint need no trust."
         )
     parts = TrainingParts(ddp, optimizer)
-    stored = together(GroupRanks(ddp, "loading a checkpoint"), lambda: _open(Path(path), parts))
+    stored = together(GroupRanks(ddp, "loading a checkpoint"), "manifest", lambda: _open(Path(path), parts))
     return restore(stored, parts, cast=cast)
 
 

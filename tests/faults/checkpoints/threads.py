@@ -17,7 +17,7 @@ class ThreadRanks:
         self.rank, self.size = rank, len(slots)
         self._slots, self._barrier = slots, barrier
 
-    def exchange(self, payload: bytes) -> list[bytes]:
+    def exchange(self, payload: bytes, place: str) -> list[bytes]:
         """Return what each rank gave, by rank."""
         self._slots[self.rank] = payload
         self._barrier.wait(_TIMEOUT_S)
