@@ -626,9 +626,9 @@ class GradSync:
         """
         is_counted = self.is_reduced  # a second vote, on a step that all ranks had agreed on
         if self._is_leaving and not self._is_answered_soon():
-            error = WrapperBrokenError(step=self.step, rank=self._communicator.rank, phase=_DETACH, cause=_MIDDLE)
-            self._break(error)
-            raise error
+            late = WrapperBrokenError(step=self.step, rank=self._communicator.rank, phase=_DETACH, cause=_MIDDLE)
+            self._break(late)
+            raise late
         reports = self._fence.take(self._note_nonfinite)
         if not reports:
             return
