@@ -161,8 +161,8 @@ class Progress:
     given_recorders: tuple[Recorder, ...] = field(default=(), compare=False, repr=False)
     members: Sequence[int] = field(default=(), compare=False, repr=False)
     """Global ranks that agree on steps, if the wrapper has several communicators. Errors number ranks by their place here."""
-    awaits_answer: bool = field(default=False, compare=False, repr=False)
-    """Whether this rank has sent the report of a failure, and does not know yet that the others have read it."""
+    failure: PeerFailedError | None = field(default=None, compare=False, repr=False)
+    """The failure that this rank has reported, until it knows that the others have read the report."""
     token: str = field(default="", compare=False, repr=False)
     """Identifies the wrapper on the board; the same for all of its communicators."""
     recorders: tuple[Recorder, ...] = field(init=False, compare=False, repr=False)

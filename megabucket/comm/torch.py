@@ -346,6 +346,8 @@ class Link:
         if self.watch is not None:
             # The destructor of a group with unfinished collectives waits for the other ranks.
             is_left = self.num_open and _is_failing(self.progress)
+            if is_left and self.progress.failure is not None:
+                self.watch.heartbeat.post(self.progress.failure)  # the report may go with the connections of this process
             self.watch.heartbeat.stop(kept=self.own_groups if is_left else ())
         self.own_groups = []
 
@@ -353,7 +355,7 @@ class Link:
 def _is_failing(progress: Progress) -> bool:
     """Return whether an exception ends the program of this rank, which then waits for no other rank."""
     is_ending = sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None
-    return is_ending or progress.awaits_answer
+    return is_ending or progress.failure is not None
 
 
 def _lose(groups: Sequence[dist.ProcessGroup], is_aborted: threading.Event) -> None:

@@ -56,6 +56,7 @@ from megabucket.errors import (
     InvariantError,
     MegabucketError,
     NonFiniteGradientError,
+    PeerFailedError,
     PeerLostError,
     PhaseError,
     UnreducedGradientsError,
@@ -633,7 +634,7 @@ class GradSync:
         if not reports:
             return
         error = resolve_error(self.step - 1 if is_counted else self.step, len(self.groups), reports)
-        self._communicator.progress.awaits_answer = False
+        self._communicator.progress.failure = None
         if all_have_left(reports):
             self._drop(None, is_counted=is_counted)
             return
@@ -824,9 +825,15 @@ class GradSync:
         if not is_deferred:
             self._send_failure()
 
+    @property
+    def _failure(self) -> PeerFailedError | None:
+        """The error of the other ranks about the failure of this rank, if it has failed in this step."""
+        problem = self.counters.problems.get("failure")
+        return None if problem is None else PeerFailedError(step=self.step, rank=self._communicator.rank, **problem.fields)
+
     def _send_failure(self) -> None:
         """Send the rest of the schedule and the fence, without waiting. May be called again after an interrupt."""
-        self._communicator.progress.awaits_answer = True
+        self._communicator.progress.failure = self._failure
         try:
             if not self.is_reduced:
                 for group in self.groups:
@@ -865,10 +872,9 @@ class GradSync:
         has_begun = self.counters.num_open_forwards or self.counters.num_microbatches
         is_open = self.state in (StepState.LAUNCHING, StepState.FENCED) or (self.state is StepState.OPEN and has_begun)
         is_open |= self._awaits_update and self.updates_jointly
-        if self.state is StepState.GIVING_UP and not self._fence.is_answered():
-            failure = self.counters.problems.get("failure")
-            fields = {"phase": "a step", "cause": describe(error)} if failure is None else failure.fields
-            self.break_off(fields["phase"], fields["cause"])
+        failure = self._failure
+        if self.state is StepState.GIVING_UP and failure is not None and not self._fence.is_answered():
+            self._break(failure)
         elif is_open and error is not None:
             self.break_off(self._communicator.progress.phase, describe(error))
         else:
@@ -934,7 +940,7 @@ class GradSync:
     def _break(self, error: MegabucketError) -> None:
         # From any state, and in one statement: after an interrupt both are set or neither is.
         self.state, self.broken = StepState.BROKEN, error
-        if isinstance(error, PeerLostError | WrapperBrokenError):
+        if isinstance(error, PeerFailedError | PeerLostError | WrapperBrokenError):
             for communicator in self.ranks.communicators:
                 communicator.break_off(error)  # no effect on the one that has found the error
 

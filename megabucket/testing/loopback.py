@@ -414,6 +414,9 @@ class _LoopbackHandle(Handle):
     def poll(self) -> bool:
         return self._collective is not None and self._collective.is_complete
 
+    def has_arrived(self) -> bool:
+        return self._collective is not None and not self._collective.missing
+
     def wait(self) -> None:
         if self._collective is None:
             raise CollectiveError(f"[rank {self._rank}] {self._label} was not launched, so there is nothing to wait for")

@@ -376,7 +376,7 @@ class _ErrorJudge:
 
     def _agreed_on_culprit(self, event: Event) -> Event | None:
         """Return what the rank at fault knows of the agreed error: at once, or after its next step."""
-        known: Event | None = event["cleanup_error"] or event["last_error"]
+        known: Event | None = event["cleanup_error"] or (event["last_error"] if self._expected.is_agreed else None)
         if known:
             return known
         following = self._run.first("step", rank=event["rank"], attempt=event["attempt"] + 1)
