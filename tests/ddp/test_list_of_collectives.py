@@ -82,6 +82,7 @@ class Launch(NamedTuple):
 
 def name_of(label):
     name = re.sub(r"^(bucket|param gather|gradient gather) \d+", r"\1 k", label.removesuffix(" length"))
+    name = re.sub(r"^((?:saving|loading) a checkpoint): (?!writing).*", r"\1: P", name)
     return re.sub(r"^gradients along .*", "gradients along X", re.sub(r"^.* texts$", "<gate> texts", name))
 
 
@@ -101,7 +102,8 @@ class Recording(LoopbackWorld):
     def _launch(self, rank, channel, calls, label):
         if label != "tensor parallel":  # the model's own
             on_control = not channel.compares_labels
-            is_gate = on_control and isinstance(calls[0], AllReduce) and label in GATES
+            is_length = label.endswith(" length")
+            is_gate = on_control and isinstance(calls[0], AllReduce) and not is_length and name_of(label) in GATES
             kind = "control" if on_control else "data"
             self.launches[rank].append(Launch(*self._calls[rank], kind, name_of(label), label, is_gate))
         return super()._launch(rank, channel, calls, label)

@@ -376,11 +376,11 @@ class _ErrorJudge:
 
     def _agreed_on_culprit(self, event: Event) -> Event | None:
         """Return what the rank at fault knows of the agreed error: at once, or after its next step."""
-        known: Event | None = event["cleanup_error"] or (event["last_error"] if self._expected.is_agreed else None)
-        if known:
+        known: Event | None = event["cleanup_error"] or event["last_error"]
+        if known and self._expected.is_agreed:
             return known
         following = self._run.first("step", rank=event["rank"], attempt=event["attempt"] + 1)
-        return None if following is None else following["last_error"]
+        return known if following is None else following["last_error"] or known
 
     def _problems(self, errors: Mapping[int, Event | None]) -> Iterator[str]:
         expected = self._expected

@@ -196,9 +196,9 @@ class TestExamples:
         world.run(lambda rank: ranks[rank].unshard())
 
         assert [text.split(" [")[0] for text in world.schedule(0)] == [
-            "rebuild: optimizer state",  # can every rank tell?
-            "rebuild: optimizer state length",
-            "rebuild: optimizer state",
+            "rebuild: descriptions of optimizer state",  # can every rank tell?
+            "rebuild: descriptions of optimizer state length",
+            "rebuild: descriptions of optimizer state",
             "rebuild: optimizer state",  # do the descriptions go together?
         ]
 
