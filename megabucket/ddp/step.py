@@ -1035,7 +1035,8 @@ class GradSync:
         if has_grads or not self.is_between_steps:
             raise PhaseError(
                 f"{operation} in the middle of a step: gradients are part of no checkpoint, and buckets may be on their way. "
-                "Call it between two steps, after optimizer.step() or ddp.zero_grad(), on every rank."
+                "Call it between two steps, after optimizer.step() or ddp.zero_grad(), on every rank. A forward in train mode "
+                "begins a step, and needs a backward: run one that is not for training under torch.no_grad() or in eval mode."
             )
 
     def check_may_update(self, *, has_grads: bool, is_stale: bool = False) -> None:
@@ -1068,8 +1069,8 @@ class GradSync:
         self.settle()
         if self.dropped is not None:
             raise PhaseError(
-                "the gradients of this step are not usable: an error about them was raised before (and caught by the caller). "
-                "Call zero_grad() and go on with the next step."
+                "the gradients of this step are not usable: an error about them was raised before (and caught by the caller); "
+                "ddp.last_error has it. Call zero_grad() and go on with the next step."
             )
 
     def refuse_update(self, error: Exception) -> None:
