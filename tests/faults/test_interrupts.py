@@ -72,10 +72,10 @@ BETWEEN_EXCHANGES = {
 """The functions that make several exchanges in one call."""
 
 
-_SLOW = ("save_checkpoint, load_checkpoint", "rebuild")
+_MARKS = {"save_checkpoint, load_checkpoint": (pytest.mark.nightly,), "rebuild": (pytest.mark.slow,)}
 
 
-@pytest.mark.parametrize("call", [pytest.param(call, marks=[pytest.mark.slow] * (call in _SLOW)) for call in BETWEEN_EXCHANGES])
+@pytest.mark.parametrize("call", [pytest.param(call, marks=_MARKS.get(call, ())) for call in BETWEEN_EXCHANGES])
 def test_an_interrupt_between_two_exchanges_of_a_call_is_right_or_named_or_breaks_all_ranks(call):
     result = interrupt_at_lines(CALLS[call].combo, call=CALLS[call], inside=BETWEEN_EXCHANGES[call])
 

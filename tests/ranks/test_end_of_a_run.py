@@ -23,10 +23,8 @@ WAYS = ["bare", "detach", "block", "destroy", "dropped"]
 def _cases():
     by_day = {
         ("forward", "bare", "reduce_scatter", "small"),
-        ("forward", "detach", "all_reduce", "small"),
-        ("between", "block", "reduce_scatter", "small"),
+        ("between", "block", "all_reduce", "small"),
         ("after backward", "detach", "reduce_scatter", "large"),
-        ("forward", "dropped", "all_reduce", "large"),
     }
     for place in PLACES:
         for way in WAYS:
