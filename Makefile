@@ -1,6 +1,6 @@
 # Two commands do everything: `make demo` trains, `make test` is the gate. Both set up the environment once.
 #
-#   make check    lint, types, pure and loopback tests, 100 examples a property     2 to 4 minutes on 2 cores
+#   make check    lint, types, pure and loopback tests, 100 examples a property     3 to 4 minutes on 2 cores
 #   make test     the same and tests with gloo processes                            5 to 8 minutes on 2 cores
 #   make nightly  2,000 examples, faults, soak, mutants, the page in a browser, oldest and newest versions: before a release
 #
