@@ -11,7 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence, Sized
 from contextlib import nullcontext
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
@@ -56,6 +56,15 @@ def grad_scale(divisor: float, dtype: torch.dtype) -> tuple[float, float]:
     """
     before = 2.0 ** math.floor(math.log2(math.sqrt(divisor))) if dtype.itemsize == 2 else 1.0
     return before, divisor / before
+
+
+class RunningBackward(Protocol):
+    """The backward that produces gradients; see ``ddp/backward.py``. Neither value changes after its first gradient."""
+
+    is_last: bool
+    """Whether its gradients will be reduced, and so count."""
+    may_stage: bool
+    """Whether they may be staged, if the group allows it."""
 
 
 class Readiness:
@@ -182,8 +191,8 @@ class _ParamAndGradBucketGroup:
         small_bytes = [param.nbytes for param in self.params if param.nbytes <= LARGE_BYTES]
         self._most_staged = min(MOST_STAGED, STAGED_BYTES * len(small_bytes) // max(sum(small_bytes), 1))
         self._post_hooks: Sequence[Sized] = ()
-        self._is_taking = self._counts = False  # in this backward
-        self._limit = 0
+        self._backward: RunningBackward | None = None  # whose gradients the group is taking
+        self._limit = 0  # of staged gradients, in this backward
         self._staged: list[GradSlot] = []  # whose state is STAGED
         self.grad_phase = GradPhase.ACCUMULATING
         """Who may touch the gradients."""
@@ -260,19 +269,18 @@ class _ParamAndGradBucketGroup:
 
     # Storing gradients #
 
-    def receive(self, position: int, *, counts: bool, may_stage: bool) -> bool:
+    def receive(self, position: int, backward: RunningBackward) -> bool:
         """Take the gradient of one parameter, and store the staged gradients if it is time.
 
         Returns whether the group is complete now.
 
         Args:
             position: of the parameter in ``slots``. The group is accumulating.
-            counts: whether this backward will be reduced. Only its first call in a backward matters.
-            may_stage: whether gradients of this backward may be staged, if the group allows it.
+            backward: that has produced it.
         """
-        if not self._is_taking:
-            self._is_taking, self._counts = True, counts
-            self._limit = self._most_staged if may_stage and self._has_no_other_hooks() else 0
+        if self._backward is not backward:
+            self._backward = backward
+            self._limit = self._most_staged if backward.may_stage and self._has_no_other_hooks() else 0
         is_complete = False
         if self.streams is not None and not self.streams.is_here():
             is_complete = self._store_staged()  # on the stream that computed them
@@ -281,16 +289,16 @@ class _ParamAndGradBucketGroup:
         param, grad = slot.param, slot.param.grad
         if not self._limit or param.grad_added_to_main_grad or grad is None:  # type: ignore[attr-defined]
             self._prepare_write(param)
-            slot.store(keeps_graph=not counts and torch.is_grad_enabled())  # create_graph=True under no_sync
-            is_complete = (counts and self.readiness.mark((position,))) or is_complete
+            slot.store(keeps_graph=not backward.is_last and torch.is_grad_enabled())  # create_graph=True under no_sync
+            is_complete = (backward.is_last and self.readiness.mark((position,))) or is_complete
         else:
             self.staging.append(param)
             self.staging.grads.append(grad)
             param.grad = None
-        num_awaited = self._num_awaited()
+        num_awaited = self._num_awaited(backward)
         if len(self.staging) >= num_awaited or (self.staging and param.nbytes > LARGE_BYTES):
             is_complete = self._store_staged() or is_complete
-            num_awaited = self._num_awaited()
+            num_awaited = self._num_awaited(backward)
         self.staging.room = num_awaited - 1
         if is_complete:
             self.is_complete = True
@@ -337,7 +345,7 @@ class _ParamAndGradBucketGroup:
 
     def _end_taking(self) -> None:
         self._staged.clear()
-        self._is_taking, self.staging.room = False, 0
+        self._backward, self.staging.room = None, 0
 
     def _has_no_other_hooks(self) -> bool:
         """Return whether no other code has hooks on the parameters, which would expect ``param.grad``."""
@@ -348,9 +356,9 @@ class _ParamAndGradBucketGroup:
             self._post_hooks = hooks
         return sum(map(len, self._post_hooks)) == len(self._post_hooks)
 
-    def _num_awaited(self) -> int:
+    def _num_awaited(self, backward: RunningBackward) -> int:
         """Return the number of staged gradients at which the group must store them: they may be the last ones."""
-        return min(self._limit, self.readiness.num_incomplete) if self._counts else self._limit
+        return min(self._limit, self.readiness.num_incomplete) if backward.is_last else self._limit
 
     def _prepare_write(self, param: torch.Tensor) -> None:
         """Store the staged gradients if one is of ``param``: other code is about to write into its place.
@@ -372,7 +380,7 @@ class _ParamAndGradBucketGroup:
         staging.grads = []
         with torch.no_grad(), nullcontext() if self.streams is None else self.streams.last():
             self._store_all(positions, grads)
-        return self._counts and self.readiness.mark(positions)
+        return self._backward is not None and self._backward.is_last and self.readiness.mark(positions)
 
     def _store_all(self, positions: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
         """Store gradients that were moved out of ``param.grad`` in their views: one call to copy, one to add.
@@ -569,7 +577,7 @@ class _ParamAndGradBucketGroup:
         Raises:
             PhaseError: a collective still owns the gradients.
         """
-        if self._is_taking:
+        if self._backward is not None:
             self.drop_staged()
         self.reopen()
         for slot in self.slots:

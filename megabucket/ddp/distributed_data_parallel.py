@@ -1,6 +1,6 @@
 """``DistributedDataParallel``: a module whose parameters and gradients live in buffers that are reduced while backward runs.
 
-The public interface. ``wrap`` builds the parts; this module holds no rules.
+The public interface: ``wrap`` builds the parts, and ``step`` has the rules of a step.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megabucket.comm.communicator import Progress
 from megabucket.comm.device import profiler_range
 from megabucket.config.ddp import DistributedDataParallelConfig, with_torch_arguments
 from megabucket.config.resolve import StepPolicy, overlap_obstacle, resolve_step
-from megabucket.ddp.fence import Call, step_number_of
+from megabucket.ddp.backward import refuse_in_backward
+from megabucket.ddp.calls import Call
 from megabucket.ddp.groups import DENSE, ParallelGroups, communicator_for, discover, single
-from megabucket.ddp.hooks import refuse_in_backward
 from megabucket.ddp.replicas import (
     broadcast_replica,
     entries_by_group,
@@ -34,6 +34,7 @@ from megabucket.ddp.replicas import (
     params_of,
     unbuffered_state,
 )
+from megabucket.ddp.report import step_number_of
 from megabucket.ddp.step import GradSync
 from megabucket.ddp.wrap import (
     Detached,
@@ -107,11 +108,12 @@ class DistributedDataParallel(torch.nn.Module):
             groups, process_group = {DENSE: process_group}, None
         self._groups = groups if isinstance(groups, ParallelGroups | None) else ParallelGroups(groups)
         device, progress = exchange_device(module), Progress(given_recorders=() if recorder is None else (recorder,))
+        policy = resolve_step(self.ddp_config)
         if self._groups is not None:
-            self.ranks = discover(self._groups, self.ddp_config, device=device, progress=progress)
+            self.ranks = discover(self._groups, self.ddp_config, policy, device=device, progress=progress)
         else:
-            found = communicator or communicator_for(process_group, self.ddp_config, device=device, progress=progress)
-            self.ranks = single(found, resolve_step(self.ddp_config), is_owned=communicator is None)
+            found = communicator or communicator_for(process_group, self.ddp_config, policy, device=device, progress=progress)
+            self.ranks = single(found, policy, is_owned=communicator is None)
         self.communicator = self.ranks.step
         """Of the ranks that agree on steps."""
         self.num_value_changes = 0
@@ -126,7 +128,7 @@ class DistributedDataParallel(torch.nn.Module):
         forward = functools.partial(type(self).forward, self)
         self.forward = functools.wraps(module.forward)(forward)  # type: ignore[method-assign]
         try:
-            self.__dict__["_wrapping"] = self._wrap(self.ddp_config)  # as in rebuild()
+            self.__dict__["_wrapping"] = self._wrap(self.ddp_config, policy)  # as in rebuild()
             self.register_load_state_dict_pre_hook(restore_prefix)  # type: ignore[no-untyped-call]
             _warn_without_overlap(self.communicator, self.ddp_config, self.layout)
             self._add_recorders()
@@ -139,8 +141,8 @@ class DistributedDataParallel(torch.nn.Module):
             self.detach()  # leaves the module as it was
             raise
 
-    def _wrap(self, config: DistributedDataParallelConfig) -> Wrapping:
-        return Wrapping(self.module, config, self.ranks, groups=self._groups, on_load=self._note_load)
+    def _wrap(self, config: DistributedDataParallelConfig, policy: StepPolicy) -> Wrapping:
+        return Wrapping(self.module, config, policy, self.ranks, groups=self._groups, on_load=self._note_load)
 
     def _add_recorders(self) -> None:
         progress, device = self.communicator.progress, self.param_and_grad_buffers[0].param_data.device
@@ -253,12 +255,7 @@ class DistributedDataParallel(torch.nn.Module):
             PhaseError: a backward is running, which may still produce gradients.
         """
         refuse_in_backward("finish_grad_sync()")
-        before = self.sync.force_all_reduce
-        self.sync.force_all_reduce = before or force_all_reduce
-        try:
-            self.sync.finish()
-        finally:
-            self.sync.force_all_reduce = before
+        self.sync.finish(force_all_reduce=force_all_reduce)
 
     def step(self) -> AbstractContextManager[None]:
         """Return a context for one step (forward, backward, optimizer), in which every failure is the same error on all ranks.
@@ -312,7 +309,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     @force_all_reduce.setter
     def force_all_reduce(self, value: bool) -> None:
-        self.sync.force_all_reduce = value
+        self.sync.set_force_all_reduce(value)
 
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiply all gradients in place, for example by one over the number of tokens of the global batch.
@@ -493,7 +490,8 @@ class DistributedDataParallel(torch.nn.Module):
         try:
             self._wrapping.undo()
             torch.nn.Module.zero_grad(self.module)  # also parameters that were in no buffer
-            self.__dict__["_wrapping"] = self._wrap(config)  # without torch's __setattr__, in which an interrupt would lose it
+            # Directly into the dict, because an interrupt inside torch's __setattr__ would lose it.
+            self.__dict__["_wrapping"] = self._wrap(config, resolve_step(config))
             self.sync.continue_from(before)
             before = self.sync  # if the broadcast breaks it, the next rebuild is refused
             if self.ddp_config.init_sync:

@@ -1,338 +1,27 @@
 """The fence: one small message at the end of each step, by which all ranks learn whether the step is whole on all of them.
 
-Counts and findings of this rank go into its report. The fence compares a fingerprint of the values that must be equal, and a
-flag for problems. Only if ranks differ, or one has a problem, do they exchange the reports, and each builds the same error from
-them. Collective calls outside a step (saving, wrapping, ...) open with the same message, so a rank in another call is named.
+It compares a fingerprint of the values that must be equal, and a flag for problems. Only if ranks differ, or one has a problem,
+do they exchange their reports (``report.py``), and each builds the same error from them. Collective calls outside a step
+(``calls.py``) open with the same message, so a rank in another call is named.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-import marshal
-import operator
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain, zip_longest
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import torch
 
-from megabucket import errors
-from megabucket.comm import Communicator, Exchange, Gate, exchange
+from megabucket.comm import Communicator, Exchange, Gate
 from megabucket.config.resolve import StepPolicy
-from megabucket.ddp.guards import Hyperparameters, Problem, texts_of
-from megabucket.errors import END_OF_STEP, MegabucketError, name_list
+from megabucket.ddp.report import RECORD_BYTES, Report, StepCounters, resolve_error
+from megabucket.errors import MegabucketError, PhaseError
 
-RECORD_BYTES: Final = 16_384
-"""Room for one report on up to 4,096 ranks; lists of names are cut to fit."""
 _LEAST_RECORD_BYTES: Final = 4_096  # with one name of each list every report fits
 _ALL_RECORDS_BYTES: Final = 1 << 26  # after a failed step every rank receives the reports of all ranks
-_NAMES_SENT: Final = (1_024, 512, 256, 128, 64, 32, 16, 8, 5, 1)  # names of each list: the largest number that fits
-_NAME_CHARS: Final = 200
-_TEXT_CHARS: Final = 2_000
-_UPDATES_COMPARED: Final = 16
-_DIFFERENCES_SHOWN: Final = 5
-_MOST_SPEAKERS: Final = 8  # every rank receives the texts of all speakers, each perhaps megabytes long
-_STOP_IS_WANTED, _IS_BROKEN = 1, 2  # a problem hides a request to stop, which the next fence repeats
-_SCALE: Final = "scale_gradients()"
-CLEARED: Final = "zero_grad() was called after it, and the next forward began without a backward"
-"""Why a rank gives a step up that zero_grad() has cleared."""
-
-Entry = tuple[object, ...]
-"""A name and values that must be equal on all ranks: text, numbers, tuples of these."""
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """Report of one rank about a step or a collective call. Sent as JSON."""
-
-    rank: int
-    doing: str = END_OF_STEP
-    sent_buckets: bool = False
-    """Whether this message ends a step whose buckets were sent, so that every rank must take part in them."""
-    problems: tuple[Problem, ...] = ()
-    fingerprint: int = 0
-    step_number: int = -1
-    """The user's number of the step; -1: none."""
-    num_microbatches: int = 0
-    num_skipped_forwards: int = 0
-    num_dropped_steps: int = 0
-    num_updates: int = 0
-    """Optimizer steps since the last agreement."""
-    missed_update: str = ""
-    """Why this rank skipped one of them; no problem if all ranks skipped it."""
-    num_loads: int = 0
-    """Loads of weights since the last agreement, unless a broadcast followed."""
-    kept: tuple[str, ...] = ()
-    """Parameters for which the step began with an uncleared gradient of the last step."""
-    hyperparameters: tuple[Any, ...] = ()
-    """Of the update after this fence if ``is_committing``, else of updates since the last fence. Sent as texts."""
-    is_committing: bool = False
-    """Whether the optimizer updates right after this fence."""
-    grad_change: str = ""
-    """The collective change of the reduced gradients that comes right after this fence, with its arguments."""
-    force_all_reduce: bool = False
-
-    @property
-    def ends_step(self) -> bool:
-        """Whether the rank is at the end of a step, not in a call."""
-        return self.doing == END_OF_STEP
-
-    def to_bytes(self, capacity_bytes: int = RECORD_BYTES) -> bytes:
-        """Return the report as JSON of at most ``capacity_bytes``; names and texts are cut as far as needed."""
-        data = dataclasses.asdict(self)
-        data["hyperparameters"] = texts_of(self.hyperparameters)
-        for num_names in _NAMES_SENT:
-            # Convert unknown types to text: a rank that failed to send its report would leave the others waiting.
-            payload = json.dumps(_cut(data, num_names), separators=(",", ":"), default=str).encode()
-            if len(payload) <= capacity_bytes:
-                break
-        return payload
-
-    @staticmethod
-    def from_bytes(payload: bytes) -> Report:
-        """Return the report that ``to_bytes`` has written."""
-        read = json.loads(payload).items()
-        data: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in read}
-        data["problems"] = tuple(Problem(kind, fields) for kind, fields in data["problems"])
-        return Report(**data)
-
-
-def _cut(value: Any, num_names: int) -> Any:
-    """Return plain data with at most ``num_names`` names in each list; names and texts are shortened in proportion."""
-    if isinstance(value, dict):
-        return {key: _cut(part, num_names) for key, part in value.items()}
-    if isinstance(value, Problem):
-        return [value.kind, _cut(dict(value.fields), num_names)]
-    if isinstance(value, list | tuple):
-        if value and not isinstance(value[0], str):
-            return [_cut(part, num_names) for part in value]
-        num_chars = min(_NAME_CHARS, 8 * num_names)
-        shown = [name if len(name) <= num_chars else f"{name[:num_chars]}..." for name in value[:num_names]]
-        return shown if len(value) <= len(shown) else [*shown, f"... {len(value)} in all"]
-    return value[: min(_TEXT_CHARS, 16 * num_names)] if isinstance(value, str) else value
-
-
-class Call:
-    """One collective call on this rank: prepared first, then opened by all ranks together.
-
-    Args:
-        agree: enters the call, or raises the error of all ranks. Takes the call, and why this rank cannot make it.
-    """
-
-    def __init__(self, agree: Callable[[Call, Exception | None], None]) -> None:
-        self._agree = agree
-        self.entries: list[Entry] = []
-        """Must be equal on all ranks."""
-        self.by_group: Mapping[str, Sequence[Entry]] = {}
-        """Must be equal on the ranks of each reduction group, and of each of ``copies``, by ``copies_key``."""
-        self.is_open = False
-
-    def open(self, failure: Exception | None = None) -> None:
-        """Return when all ranks have made the same call with equal entries.
-
-        Args:
-            failure: why this rank cannot; reported, so that the others do not wait for it.
-
-        Raises:
-            MegabucketError: the same error on all ranks.
-            Exception: ``failure`` itself, where all ranks failed alike.
-        """
-        self.is_open = True
-        self._agree(self, failure)
-
-
-@contextmanager
-def opening(agree: Callable[[Call, Exception | None], None]) -> Iterator[Call]:
-    """Return a call for the block to prepare and open. It is opened at the end otherwise, with the exception of the block.
-
-    Args:
-        agree: as for ``Call``.
-    """
-    call = Call(agree)
-    try:
-        yield call
-    except Exception as error:
-        if not call.is_open:
-            call.open(error)
-        raise
-    if not call.is_open:
-        call.open()
-
-
-class StepCounters:
-    """Counts and problems of this rank since the last fence, for its next report."""
-
-    def __init__(self, rank: int, *, counts_skipped_forwards: bool) -> None:
-        self._rank = rank
-        self._counts_skipped_forwards = counts_skipped_forwards
-        self.num_open_forwards = 0
-        """Training forwards that no backward has reached."""
-        self._generation = 0  # increases with each dropped step, whose forwards no longer count
-        self._updates: list[Hyperparameters] = []
-        self._grad_scale = 1.0  # product of the factors of scale_gradients()
-        self._num_loads = self._num_dropped_steps = 0
-        self.has_cleared_forwards = False
-        """Whether ``zero_grad()`` was called in a step after its forwards, and no backward has reached them since."""
-        self._num_settled_forwards = 0
-        """Number of open ones of steps that all ranks have agreed on."""
-        self._missed_update = ""
-        self.step_number = -1
-        """The user's number of the step; -1: none."""
-        self.num_microbatches = self.num_updates = 0
-        self.kept: tuple[str, ...] = ()
-        """Parameters whose reduced gradient was not cleared when the step began."""
-        self.hyperparameters: Hyperparameters = ()
-        """Of the coming update; read when the optimizer commits."""
-        self.grad_change = ""
-        """See ``Report``."""
-        self.wants_stop = False
-        """Whether this rank was asked to stop. Sent with every fence."""
-        self.stop_is_wanted = False
-        """Whether any rank was asked to stop, as of the last fence."""
-        self.problems: dict[str, Problem] = {}
-        """By kind."""
-
-    def continue_from(self, other: StepCounters) -> None:
-        """Take over the state that survives a rebuild: the user's settings, and updates for the next report."""
-        self.step_number, self.wants_stop, self.stop_is_wanted = other.step_number, other.wants_stop, other.stop_is_wanted
-        self.num_updates, self._missed_update = other.num_updates, other._missed_update
-        self._updates = list(other._updates)
-
-    def reached_forward(self) -> Callable[[], None]:
-        """Return a callback for when a backward reaches the forward that has just ended; later calls do nothing."""
-        generation, is_reached = self._generation, False
-
-        def note_reached() -> None:
-            nonlocal is_reached
-            if not is_reached and generation == self._generation:
-                self.num_open_forwards -= 1
-                self._num_settled_forwards = min(self._num_settled_forwards, self.num_open_forwards)
-                self.has_cleared_forwards = False
-            is_reached = True
-
-        return note_reached
-
-    def note_failure(self, phase: str, cause: str, *, is_certain: bool = False) -> None:
-        """Note why this rank cannot finish the step. The first cause is kept, unless a later one is certain."""
-        problem = Problem(errors.PeerFailedError.__name__, {"phase": phase, "cause": cause})
-        if is_certain or "failure" not in self.problems:
-            self.problems["failure"] = problem
-
-    def note_late(self, param: str, *, bucket: int, num_buckets: int, phase: str) -> None:
-        """Note a gradient that came after its bucket was sent. The error names the bucket of the first one."""
-        fields = {"params": [], "bucket": bucket, "num_buckets": num_buckets, "phase": phase}
-        late = self.problems.setdefault("late", Problem(errors.LateGradientError.__name__, fields))
-        if param not in late.fields["params"]:
-            late.fields["params"].append(param)
-
-    @property
-    def late_phase(self) -> str:
-        """Phase of the bucket of the first late gradient; empty without one."""
-        return str(self.problems["late"].fields["phase"]) if "late" in self.problems else ""
-
-    def note_load(self) -> None:
-        """Count a load of weights."""
-        self._num_loads += 1
-
-    def note_broadcast(self) -> None:
-        """Note that all ranks have the values of the first rank, so earlier loads no longer count."""
-        self._num_loads = 0
-
-    def note_dropped_step(self) -> None:
-        """Count a step whose gradients were cleared instead of used."""
-        self._num_dropped_steps += 1
-
-    def note_grad_scale(self, factor: float) -> None:
-        """Note that the reduced gradients were multiplied."""
-        self._grad_scale *= factor
-
-    def note_update(self, hyperparameters: Hyperparameters) -> None:
-        """Count an optimizer step on gradients of an agreed step.
-
-        Args:
-            hyperparameters: to be compared at the next fence; empty if the last fence has compared them.
-        """
-        self.num_updates += 1
-        if hyperparameters and len(self._updates) < _UPDATES_COMPARED:  # later ones are assumed to be alike
-            self._updates.append((*hyperparameters, (_SCALE, self._grad_scale)))
-
-    def note_missed_update(self, cause: str) -> None:
-        """Note why this rank skipped an update; an error names it if other ranks have made the update."""
-        self._missed_update = cause
-
-    def report(self, *, is_committing: bool, force_all_reduce: bool, sent_buckets: bool) -> Report:
-        """Return this rank's report about the step."""
-        # Two optimizers may step in any order.
-        updates = sorted(self._updates, key=str) if len(self._updates) > 1 else list(self._updates)
-        if is_committing:
-            updates.append((*self.hyperparameters, (_SCALE, self._grad_scale)))
-        compared: dict[str, Any] = {
-            "step_number": self.step_number,
-            "num_microbatches": self.num_microbatches,
-            "num_skipped_forwards": self.num_open_forwards if self._counts_skipped_forwards else 0,
-            "num_dropped_steps": self._num_dropped_steps,
-            "num_updates": self.num_updates,
-            "num_loads": self._num_loads,
-            "kept": self.kept,
-            "hyperparameters": tuple(updates),
-            "is_committing": is_committing,
-            "grad_change": self.grad_change,
-            "force_all_reduce": force_all_reduce,
-            "sent_buckets": sent_buckets,
-        }
-        return Report(
-            self._rank,
-            problems=tuple(self.problems.values()),
-            missed_update=self._missed_update,
-            fingerprint=_fingerprint(compared),
-            **compared,
-        )
-
-    def call_report(self, label: str, problems: tuple[Problem, ...], fingerprint: int) -> Report:
-        """Return this rank's report about a collective call."""
-        return Report(
-            self._rank,
-            label,
-            problems=problems,
-            fingerprint=fingerprint,
-            num_updates=self.num_updates,
-            missed_update=self._missed_update,
-        )
-
-    def forget_grads(self) -> None:
-        """Forget counts and problems of gradients that are cleared."""
-        has_forwards = self.num_open_forwards > self._num_settled_forwards
-        self.has_cleared_forwards = has_forwards and self._counts_skipped_forwards
-        self.num_microbatches, self.kept, self._grad_scale = 0, (), 1.0
-        self.problems.pop("late", None)
-
-    def forget_forwards(self) -> None:
-        """Forget the open forwards: their step was dropped."""
-        self._generation += 1
-        self.num_open_forwards, self.has_cleared_forwards = 0, False
-        self._num_settled_forwards = 0
-
-    def start_step(self, *, is_over: bool = False, has_begun: bool = False) -> None:
-        """Reset the counts after a fence.
-
-        Args:
-            is_over: whether the step was dropped; then its open forwards no longer count.
-            has_begun: whether all open forwards are of the next step.
-        """
-        self.num_microbatches = self.num_updates = self._num_dropped_steps = self._num_loads = 0
-        self.kept, self._grad_scale, self._missed_update = (), 1.0, ""
-        self._updates.clear()
-        self.problems.clear()
-        if has_begun:
-            return
-        if is_over:
-            self.forget_forwards()
-        self._num_settled_forwards = self.num_open_forwards
+_STOP_IS_WANTED, _HAS_PROBLEM = 1, 2  # a problem hides a request to stop, which the next fence repeats
+_END_KIND: Final = 1  # of the message at the end of a step; calls have larger ones
 
 
 class Fence:
@@ -345,7 +34,7 @@ class Fence:
     """
 
     def __init__(self, communicator: Communicator, *, num_buckets: int, policy: StepPolicy, device: torch.device) -> None:
-        self._communicator, self._device, self._num_buckets = communicator, device, num_buckets
+        self.communicator, self.device, self.num_buckets = communicator, device, num_buckets
         self._gate = Gate(communicator, device=device) if communicator.size > 1 else None
         self._step_gate = self._gate if policy.has_fence else None  # at the end of a step
         self._record_bytes = max(_LEAST_RECORD_BYTES, min(RECORD_BYTES, _ALL_RECORDS_BYTES // communicator.size))
@@ -363,11 +52,11 @@ class Fence:
     def own_error(self, step: int) -> MegabucketError | None:
         """Return the error about the pending report of this rank; ``None`` if it has no problem."""
         report = self._pending()
-        return resolve_error(step, self._num_buckets, [Report.from_bytes(report.to_bytes(self._record_bytes))])
+        return resolve_error(step, self.num_buckets, [Report.from_bytes(report.to_bytes(self._record_bytes))])
 
     def _pending(self) -> Report:
         if self._report is None:
-            raise errors.PhaseError("there is no fence to wait for")
+            raise PhaseError("there is no fence to wait for")
         return self._report
 
     def is_answered(self) -> bool:
@@ -383,11 +72,11 @@ class Fence:
         self._is_nonfinite = nonfinite
         self._report = report
         if self._step_gate is not None:
-            self._communicator.progress.phase = "fence"
+            self.communicator.progress.phase = "fence"
             num_others = len(report.problems)
             if "nonfinite" in self.counters.problems:  # the answer has a place of its own for it
                 num_others, nonfinite = num_others - 1, torch.ones((), dtype=torch.float32, device="cpu")
-            flag = _IS_BROKEN if num_others > 0 else _STOP_IS_WANTED * self.counters.wants_stop
+            flag = _HAS_PROBLEM if num_others > 0 else _STOP_IS_WANTED * self.counters.wants_stop
             self._step_gate.send(_END_KIND, report.fingerprint, flag=flag, label="fence", nonfinite=nonfinite)
             if report.problems:
                 self._start_exchange(report)
@@ -405,296 +94,53 @@ class Fence:
         if self._step_gate is not None:
             is_alike, flag, is_nonfinite = self._step_gate.take()
             self.counters.stop_is_wanted = flag == _STOP_IS_WANTED
-            is_whole = is_alike and flag != _IS_BROKEN and not is_nonfinite
+            is_whole = is_alike and flag != _HAS_PROBLEM and not is_nonfinite
         else:
             is_whole = not report.problems and (self._is_nonfinite is None or not self._reads(self._is_nonfinite))
             self.counters.stop_is_wanted = self.counters.wants_stop
         if not is_whole and self._exchange is None and self._is_nonfinite is not None and self._reads(self._is_nonfinite):
             name_culprits()
             report = dataclasses.replace(report, problems=tuple(self.counters.problems.values()))
-        reports = [] if is_whole else self._exchange_reports(report)
+        reports = [] if is_whole else self.exchange_reports(report)
         self._report = None
         return reports
 
     def _reads(self, is_nonfinite: torch.Tensor) -> bool:
-        return bool(self._communicator.read(is_nonfinite, label="finite test"))
+        return bool(self.communicator.read(is_nonfinite, label="finite test"))
 
     def _start_exchange(self, report: Report) -> Exchange:
         if self._exchange is None:
             self._exchange = Exchange(
-                self._communicator,
+                self.communicator,
                 report.to_bytes(self._record_bytes),
                 capacity_bytes=self._record_bytes,
-                device=self._device,
+                device=self.device,
                 label="step report",
             )
         self._exchange.start()
         return self._exchange
 
-    def _exchange_reports(self, report: Report) -> list[Report]:
+    def exchange_reports(self, report: Report) -> list[Report]:
+        """Return the reports of all ranks, which all of them exchange now; this rank's own where there is no fence.
+
+        Raises:
+            MegabucketError: a rank was lost or interrupted.
+        """
         if self._gate is None or (self._step_gate is None and report.ends_step):
             return [Report.from_bytes(report.to_bytes())]
         payloads = self._start_exchange(report).wait()
         self._exchange = None
         return [Report.from_bytes(payload) for payload in payloads]
 
-    def call(
-        self, label: str, entries: Sequence[Entry], failure: Exception | None, *, step: int = 0
-    ) -> tuple[MegabucketError | None, Sequence[Report]]:
-        """Open a collective call together with all ranks.
-
-        Returns the error that all ranks raise, and the reports of all ranks, if they have exchanged them.
+    def compare(self, kind: int, fingerprint: int, *, has_problem: bool, label: str) -> tuple[bool, bool]:
+        """Open a collective call: return whether it is the same call on all ranks, and whether one of them has a problem.
 
         Args:
-            label: of the call; the part before a colon names it in errors.
-            entries: must be equal on all ranks.
-            failure: why this rank cannot continue.
+            kind: of the call, above 1.
+            fingerprint: of what must be equal on all ranks.
         """
-        text = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        fingerprint, flag, is_alike = _fingerprint(text, list(entries)), _IS_BROKEN * (failure is not None), True
-        if self._gate is not None:
-            self._gate.send(_kind(label), fingerprint, flag=flag, label=label)
-            is_alike, flag, _ = self._gate.take()
-        if is_alike and flag != _IS_BROKEN:
-            return None, ()
-        if is_alike and isinstance(failure, MegabucketError):
-            return failure, ()  # all ranks have failed alike
-        failed = Problem(errors.PeerFailedError.__name__, {"phase": _phase_of(label), "cause": text})
-        if isinstance(failure, _FOUND_TOGETHER):
-            failed = Problem(type(failure).__name__, {})
-        problems = (failed,) if failure is not None else ()
-        reports = self._exchange_reports(self.counters.call_report(label, problems, fingerprint))
-        if (told := self._told_in(label, reports, failure)) is not None:
-            return told, reports
-        error = resolve_error(step, self._num_buckets, reports)
-        if error is None:
-            lines = [" ".join(map(str, entry)) for entry in entries]
-            error = agree_on_difference(self._communicator, reports, lines, device=self._device, label=label)
-        return error, reports
-
-    def _told_in(self, label: str, reports: Sequence[Report], failure: Exception | None) -> MegabucketError | None:
-        """Return what the ranks of one group have found; the first rank with a finding tells it. Alike on all ranks."""
-        kinds = {kind.__name__: kind for kind in _FOUND_TOGETHER}
-        found = [(one.rank, kinds[problem.kind]) for one in reports for problem in one.problems if problem.kind in kinds]
-        if not found or any(report.doing != label for report in reports):
-            return None
-        rank, kind = found[0]
-        payload = json.dumps(failure.__dict__ if isinstance(failure, _FOUND_TOGETHER) else {}).encode()
-        texts = exchange(self._communicator, payload, speakers=[rank], device=self._device, label=f"{label} texts")
-        return kind(**json.loads(texts[0]))
-
-
-_END_KIND: Final = 1
-
-
-def _kind(label: str) -> int:
-    return 2 + int.from_bytes(hashlib.blake2b(label.encode(), digest_size=4).digest(), "big")
-
-
-def _phase_of(label: str) -> str:
-    return label.partition(":")[0]
-
-
-def _fingerprint(*facts: Any) -> int:
-    """Return a hash below 2**62 of plain values."""
-    # Version 2 of the format depends on values only, not on object identity.
-    return int.from_bytes(hashlib.blake2b(marshal.dumps(facts, 2), digest_size=8).digest(), "big") >> 2
-
-
-# Builds the error that all ranks raise from the reports of all. Pure: equal reports give equal errors. #
-
-_COMPARED: Final[tuple[tuple[str, type[MegabucketError], str], ...]] = (
-    ("step_number", errors.StepMismatchError, "the caller's step numbers"),
-    ("num_dropped_steps", errors.StepMismatchError, "dropped steps (zero_grad() without an optimizer step)"),
-    ("num_skipped_forwards", errors.StepMismatchError, "training forwards that no backward has reached"),
-    ("num_microbatches", errors.MicrobatchMismatchError, ""),
-    ("kept", errors.StepMismatchError, "steps begun without clearing the last gradients (zero_grad()) of {names}"),
-    ("grad_change", errors.ScheduleMismatchError, "the change of reduced gradients by hand"),
-    ("is_committing", errors.ScheduleMismatchError, "finish_grad_sync() before the optimizer step (0: called)"),
-    ("force_all_reduce", errors.ScheduleMismatchError, "force_all_reduce"),
-)
-_FOUND_TOGETHER: Final = (errors.LayoutMismatchError, errors.ReplicasDivergedError)
-"""Differences between the ranks of one group, which the ranks of other groups raise as well."""
-_FIRST_KINDS: Final = (
-    errors.PeerFailedError,
-    errors.StorageMovedError,
-    errors.TrainabilityChangedError,
-    errors.ParametersChangedError,
-    errors.DetachedGradError,
-)
-
-
-def resolve_error(step: int, num_buckets: int, reports: Sequence[Report]) -> MegabucketError | None:
-    """Return the error for these reports, or ``None``.
-
-    Of several problems it names the one that explains the others: a failed rank also has too few microbatches, a frozen
-    parameter is also unused.
-
-    Args:
-        step: number of agreed steps before this one.
-        reports: of all ranks in rank order, or of this rank alone without an exchange.
-    """
-    return next(_errors(step, num_buckets, reports), None)
-
-
-def _errors(step: int, num_buckets: int, reports: Sequence[Report]) -> Iterator[MegabucketError]:
-    if any(report.sent_buckets for report in reports):
-        # A rank in a call forgets its gradients when it drops the step of the others, so a missed update is final.
-        yield from _updates_that_differ(step, reports)
-    if len({report.doing for report in reports}) > 1:
-        yield errors.CallMismatchError(step=step, by_rank=[report.doing for report in reports])
-    # First: whatever else happened in this step, the weights are wrong already.
-    yield from _divergences(step, reports)
-    yield from _problems(step, reports, _FIRST_KINDS)
-    yield from _disagreements(step, reports)
-    yield from _problems(step, reports, (errors.LateGradientError, errors.DelayedGradientError))
-    yield from _unused(step, num_buckets, reports)
-    yield from _problems(step, reports, (errors.NonFiniteGradientError,))
-    if all(report.ends_step for report in reports) and (by_rank := _differing(reports, lambda one: one.fingerprint)):
-        # The reports do not show the difference, because their lists are cut.
-        yield errors.StepMismatchError(step=step, what="kept gradients or hyperparameters (checksums)", by_rank=by_rank)
-
-
-def all_have_left(reports: Sequence[Report]) -> bool:
-    """Return whether all ranks have left the step after its forwards."""
-    failures = [dict(problem.fields).get("cause") for report in reports for problem in report.problems]
-    return failures == [CLEARED] * len(reports)
-
-
-def _updates_that_differ(step: int, reports: Sequence[Report]) -> Iterator[MegabucketError]:
-    if by_rank := _differing(reports, lambda report: report.num_updates):
-        failures = _problems_of(reports, errors.PeerFailedError)
-        causes = [f"rank {rank} failed in {fields['phase']}: {fields['cause']}" for rank, fields in failures]
-        causes += [f"rank {one.rank} made none because of {one.missed_update}" for one in reports if one.missed_update]
-        cause = f" ({causes[0]})" if causes else ""
-        yield errors.ReplicasDivergedError(
-            step=step, what=f"optimizer updates since the last agreement{cause}", by_rank=by_rank
-        )
-
-
-def _divergences(step: int, reports: Sequence[Report]) -> Iterator[MegabucketError]:
-    yield from _updates_that_differ(step, reports)
-    if by_rank := _differing(reports, lambda report: report.num_loads):
-        what = "loads of weights (load_state_dict(), by submodule) since the last agreement"
-        yield errors.ReplicasDivergedError(step=step, what=what, by_rank=by_rank, usual_cause="load")
-    if not any(report.is_committing for report in reports):
-        for name, values in _differing_hyperparameters(reports):
-            what = f"hyperparameters of the last update ({name})"
-            yield errors.ReplicasDivergedError(step=step, what=what, by_rank=values, usual_cause="hyperparameters")
-
-
-def _problems_of(reports: Sequence[Report], kind: type[MegabucketError]) -> list[tuple[int, Mapping[str, Any]]]:
-    """Return the rank and the fields of each problem of one kind."""
-    return [(one.rank, problem.fields) for one in reports for problem in one.problems if problem.kind == kind.__name__]
-
-
-def _problems(step: int, reports: Sequence[Report], kinds: Sequence[type[MegabucketError]]) -> Iterator[MegabucketError]:
-    for kind in kinds:
-        for rank, fields in _problems_of(reports, kind):
-            yield kind(step=step, rank=rank, **fields)  # type: ignore[call-arg]
-
-
-def _disagreements(step: int, reports: Sequence[Report]) -> Iterator[MegabucketError]:
-    for name, kind, what in _COMPARED:
-        values = [getattr(report, name) for report in reports]
-        if name == "kept":
-            num_ranks = Counter(chain.from_iterable(map(frozenset, values)))
-            odd = [kept for kept in dict.fromkeys(chain.from_iterable(values)) if num_ranks[kept] < len(values)]
-            values = [int(bool(odd) and odd[0] in value) for value in values]
-            what = what.format(names=name_list(odd))  # noqa: PLW2901 - the same text with names
-        by_rank = tuple(value or "none" if isinstance(value, str) else int(value) for value in values)
-        if len(set(by_rank)) > 1:
-            yield kind(step=step, by_rank=by_rank, **({"what": what} if what else {}))  # type: ignore[call-arg]
-    for name, texts in _differing_hyperparameters(reports):
-        yield errors.HyperparameterMismatchError(step=step, what=name, by_rank=texts)
-
-
-def _differing(reports: Sequence[Report], value: Callable[[Report], int]) -> tuple[int, ...]:
-    """Return the values by rank if they differ, else nothing."""
-    values = tuple(int(value(report)) for report in reports)
-    return values if len(set(values)) > 1 else ()
-
-
-def _differing_hyperparameters(reports: Sequence[Report]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Return the name of each number that differs, with its values by rank."""
-    by_rank = [{text.rpartition("=")[0]: text.rpartition("=")[2] for text in report.hyperparameters} for report in reports]
-    for name in dict.fromkeys(name for numbers in by_rank for name in numbers):
-        values = tuple(numbers.get(name, "nothing") for numbers in by_rank)
-        if len(set(values)) > 1:
-            yield name, values
-
-
-def _unused(step: int, num_buckets: int, reports: Sequence[Report]) -> Iterator[MegabucketError]:
-    found = _problems_of(reports, errors.UnusedParameterError)
-    names = [(rank, frozenset(fields["params"])) for rank, fields in found]
-    for _, fields in found[:1]:
-        ranks_of = {name: [rank for rank, others in names if name in others] for name in fields["params"]}
-        ranks = ranks_of[fields["params"][0]]
-        yield errors.UnusedParameterError(
-            step=step,
-            ranks=ranks,
-            params=[name for name in ranks_of if ranks_of[name] == ranks],
-            bucket=fields["bucket"],
-            num_buckets=num_buckets,
-            num_ranks=len(reports),
-        )
-
-
-def agree_on_difference(
-    communicator: Communicator, reports: Sequence[Report], lines: Sequence[str], *, device: torch.device, label: str
-) -> errors.LayoutMismatchError:
-    """Return the error about entries of a call that differ. One rank of each fingerprint sends its entries.
-
-    Args:
-        lines: this rank's entries as text.
-    """
-    first_ranks: dict[int, int] = {}
-    for report in reports:
-        first_ranks.setdefault(report.fingerprint, report.rank)
-    speakers = list(first_ranks.values())[:_MOST_SPEAKERS]
-    payload = json.dumps(list(lines)).encode()
-    texts = exchange(communicator, payload, speakers=speakers, device=device, label=f"{label} texts")
-    rows = list(zip_longest(*map(json.loads, texts), fillvalue="nothing"))
-    differences: list[str] = []
-    first, *_ = names = [f"rank {communicator.number_of(rank)}" for rank in speakers]
-    for index, row in enumerate(rows):
-        others = [(name, line) for name, line in zip(names, row, strict=True) if line != row[0]]
-        differences += [f"entry {index}: {first} has {row[0]}, {name} has {line}" for name, line in others[:1]]
-    return errors.LayoutMismatchError(
-        differences=differences[:_DIFFERENCES_SHOWN],
-        num_different=len(differences),
-        num_entries=len(rows),
-        phase=_phase_of(label),
-    )
-
-
-def describe(error: BaseException | str | None) -> str:
-    """Return the text of an exception for reports; ``None`` is one that autograd does not reveal."""
-    if error is None:
-        return (
-            "an exception that autograd keeps to itself; it stands in the log of that rank, and would stand here inside "
-            "`with ddp.step():`"
-        )
-    if isinstance(error, str):
-        return error
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception as cause:  # ``__str__`` is user code
-        return f"{type(error).__name__} (its text cannot be made: {type(cause).__name__})"
-
-
-def step_number_of(number: int | None) -> int:
-    """Return the user's step number as the fence compares it; -1 for ``None``.
-
-    Raises:
-        ConfigError: it is not an integer from 0 to 2**62.
-    """
-    if number is None:
-        return -1
-    try:
-        value = operator.index(number)
-    except TypeError:
-        value = -1
-    if isinstance(number, bool) or not 0 <= value < 2**62:
-        raise errors.ConfigError(f"step_number must be None or an integer from 0 to 2**62, got {number!r}")
-    return value
+        if self._gate is None:
+            return True, has_problem
+        self._gate.send(kind, fingerprint, flag=_HAS_PROBLEM * has_problem, label=label)
+        is_alike, flag, _ = self._gate.take()
+        return is_alike, flag == _HAS_PROBLEM

@@ -18,9 +18,9 @@ from numbers import Real
 import torch
 
 from megabucket.comm import AllReduce, Broadcast
+from megabucket.ddp.backward import refuse_in_backward
 from megabucket.ddp.distributed_data_parallel import DistributedDataParallel
 from megabucket.ddp.groups import DENSE
-from megabucket.ddp.hooks import refuse_in_backward
 from megabucket.ddp.step import UPDATING
 from megabucket.errors import ConfigError
 from megabucket.layout.shards import shard_slices

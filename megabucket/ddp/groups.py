@@ -30,12 +30,11 @@ from megabucket.comm import (
 from megabucket.comm.communicator import Progress
 from megabucket.comm.torch import default_group_of, levels_of, members_of, process_group_of
 from megabucket.config.ddp import DistributedDataParallelConfig
-from megabucket.config.resolve import StepPolicy, resolve_step
-from megabucket.ddp.fence import Call, Entry, Fence, Report
+from megabucket.config.resolve import StepPolicy
+from megabucket.ddp.report import Entry
 from megabucket.errors import (
     ConfigError,
     LayoutMismatchError,
-    MegabucketError,
     PeerFailedError,
     log_once,
     name_list,
@@ -217,40 +216,6 @@ class RankGroups:
                 )
         return None
 
-    def agree(
-        self,
-        fence: Fence,
-        label: str,
-        call: Call,
-        failure: Exception | None,
-        *,
-        device: torch.device,
-        step: int = 0,
-    ) -> tuple[MegabucketError | None, Sequence[Report]]:
-        """Open a call, and compare its entries. See ``Fence.call``."""
-        by_group = call.by_group
-        if self.has_same_params:
-            return fence.call(label, [*call.entries, *by_group.get(DENSE, ())], failure, step=step)
-        error, reports = fence.call(label, call.entries, failure, step=step)
-        if error is not None or not by_group:
-            return error, reports
-        found: Exception | None = None
-        inner: list[tuple[str, Communicator, Sequence[Entry]]] = [
-            (f"{prefix}the group {name!r}", communicator, [*by_group.get(name, ()), *place])
-            for name, group in self.by_name.items()
-            for prefix, communicator, place in zip(("", "replicate= of "), group.communicators, group.places, strict=False)
-        ]
-        keys = {copies_key(along): ranks for along, ranks in self.copies.items()}
-        inner += [(key, ranks, by_group[key]) for key, ranks in keys.items() if key in by_group]
-        for name, communicator, equal in inner:  # all of them, because other ranks may find no difference
-            inside = Fence(communicator, num_buckets=0, policy=self.by_name[DENSE].policy, device=device)
-            error, _ = inside.call(label, equal, None, step=step)
-            if isinstance(error, LayoutMismatchError):
-                error = error.inside(name, list(map(communicator.number_of, range(communicator.size))))
-            found = found or error
-        error, _ = fence.call(label, [], found, step=step)  # the same on all ranks, that of the first rank with one
-        return error, ()
-
 
 def copies_key(along: str) -> str:
     """Return the key of entries for the ranks of ``copies[along]``, which differs from all group names."""
@@ -264,7 +229,12 @@ def single(communicator: Communicator, policy: StepPolicy, *, is_owned: bool = F
 
 
 def discover(
-    given: ParallelGroups, config: DistributedDataParallelConfig, *, device: torch.device, progress: Progress
+    given: ParallelGroups,
+    config: DistributedDataParallelConfig,
+    policy: StepPolicy,
+    *,
+    device: torch.device,
+    progress: Progress,
 ) -> RankGroups:
     """Return the ranks of a wrapper with several groups. All ranks of each group call it, with the same names.
 
@@ -282,7 +252,7 @@ def discover(
     names = sorted(given.reduction, key=lambda name: (name != DENSE, name))
     if DENSE not in names:
         raise ConfigError(f"groups need {DENSE!r}, the ranks of parameters in no other group; got {name_list(names)}")
-    policy, made = resolve_step(config), _CommunicatorMaker(config, device, progress)
+    made = _CommunicatorMaker(config, policy, device, progress)
     groups = {name: _as_group(given.reduction[name]) for name in names}
     replicated = {name: group for name, group in groups.items() if group.replicate is not None}
     candidates = {name: group.ranks for name, group in groups.items()}
@@ -313,7 +283,12 @@ def discover(
 
 
 def communicator_for(
-    process_group: ProcessGroup | None, config: DistributedDataParallelConfig, *, device: torch.device, progress: Progress
+    process_group: ProcessGroup | None,
+    config: DistributedDataParallelConfig,
+    policy: StepPolicy,
+    *,
+    device: torch.device,
+    progress: Progress,
 ) -> Communicator:
     """Return the communicator of a process group by the config. Arguments and errors: see ``discover_communicator``.
 
@@ -321,14 +296,16 @@ def communicator_for(
         device: of the parameters.
     """
     made = discover_communicator(process_group, Liveness.from_config(config), progress=progress)
-    return with_same_host_copies(made, device) if resolve_step(config).copies_on_host else made
+    return with_same_host_copies(made, device) if policy.copies_on_host else made
 
 
 class _CommunicatorMaker:
     """Makes one communicator per group."""
 
-    def __init__(self, config: DistributedDataParallelConfig, device: torch.device, progress: Progress) -> None:
-        self._config, self._device = config, device
+    def __init__(
+        self, config: DistributedDataParallelConfig, policy: StepPolicy, device: torch.device, progress: Progress
+    ) -> None:
+        self._config, self._policy, self._device = config, policy, device
         self.progress = progress
         """Shared by all communicators; errors number ranks by their place in its ``members``."""
         self._made: dict[Any, Communicator] = {}
@@ -341,7 +318,7 @@ class _CommunicatorMaker:
             group.progress.members = self.progress.members
             return group
         if group not in self._made:
-            made = communicator_for(group, self._config, device=self._device, progress=self.progress)
+            made = communicator_for(group, self._config, self._policy, device=self._device, progress=self.progress)
             self._made[group] = made
             self.owned.append(made)
         return self._made[group]

@@ -1,10 +1,6 @@
 """Hooks of parameters and modules that notify the step of gradients, and of the start and end of forwards and backwards.
 
-Hooks of the outputs detect the start of a backward. Reentrant activation checkpointing runs backwards inside the backward, and
-the first parameter hook may fire in an inner one; the outputs of the module belong to the outer one.
-
-Autograd runs the callbacks of a backward only if it succeeds, but always drops them, before its exception reaches the caller.
-So a callback that is dropped without having run shows, at the earliest moment, that the backward has failed, but not why.
+What hooks need of the step is ``HookedStep``. Hooks that torch keeps once for a whole process serve all wrappers.
 """
 
 from __future__ import annotations
@@ -15,9 +11,9 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -25,18 +21,36 @@ from torch.utils.hooks import RemovableHandle
 
 from megabucket.buffer import _ParamAndGradBucketGroup, refuse_pickles
 from megabucket.buffer.bucket_group import LARGE_BYTES
-from megabucket.config.resolve import StepPolicy
-from megabucket.ddp.groups import RankGroups
-from megabucket.ddp.owners import OwnerGuard
-from megabucket.errors import ConcurrentBackwardError, ConfigError, PhaseError, name_list
-
-if TYPE_CHECKING:
-    from megabucket.ddp.step import GradSync
+from megabucket.errors import PhaseError
 
 GradHook = Callable[[torch.Tensor], None]
 
+_Method = Callable[..., None]
+
 _EARLIER: Final = -1  # ids that no handle of a hook has
 _NONE: Final = -2
+
+
+class HookedStep(Protocol):
+    """The step of one wrapper, as hooks see it."""
+
+    def begin_forward(self) -> None:
+        """Note that a training forward begins."""
+
+    def end_forward(self) -> Callable[[], None]:
+        """Note that it has ended. Returns a callback for when a backward reaches it."""
+
+    def begin_backward(self) -> None:
+        """Note that a backward has reached an output of the module."""
+
+    def receive(self, index: int, position: int) -> None:
+        """Take the gradient of one parameter, by its bucket group and its position there."""
+
+    def drop_dummy(self, index: int, position: int) -> None:
+        """Drop what autograd has for a parameter whose gradient is computed outside backward."""
+
+    def fail(self, phase: str, error: BaseException) -> None:
+        """Give up the step on this rank."""
 
 
 class ModuleHook(functools.partial[None]):
@@ -55,9 +69,9 @@ class ModuleHook(functools.partial[None]):
 def register_hooks(
     module: torch.nn.Module,
     groups: Sequence[_ParamAndGradBucketGroup],
-    sync: GradSync,
-    owners: OwnerGuard,
+    sync: HookedStep,
     *,
+    check_forward: Callable[[], None],
     on_load: Callable[[], None],
     into: list[RemovableHandle],
 ) -> Callable[..., Any]:
@@ -66,13 +80,14 @@ def register_hooks(
     The hooks of the module keep ``sync`` alive as long as the module; those of the parameters refer to it weakly.
 
     Args:
+        check_forward: called at the start of each training forward; may refuse it.
         on_load: called after a ``load_state_dict`` of the module or of any submodule.
         into: gets each handle as soon as there is one, so that all are there when an interrupt ends this.
     """
     for group in groups:
         hooks = zip(group.params, grad_hooks(sync, group), strict=True)
         into.extend(_register_last(param, hook) for param, hook in hooks)
-    call_compiled = watch_forwards(module, sync, owners, into=into)
+    call_compiled = watch_forwards(module, sync, check_forward, into=into)
     submodules = set(module.modules())
 
     def note_load(loaded: torch.nn.Module, _: Any) -> None:
@@ -83,7 +98,7 @@ def register_hooks(
     return call_compiled
 
 
-def grad_hooks(sync: GradSync, group: _ParamAndGradBucketGroup) -> list[GradHook]:
+def grad_hooks(sync: HookedStep, group: _ParamAndGradBucketGroup) -> list[GradHook]:
     """Return the hook of each parameter of a bucket group.
 
     For parameters whose gradients are computed outside backward it drops the dummy of Megatron's layers.
@@ -190,28 +205,8 @@ class _PostHooks(OrderedDict[int, Any]):
         return OrderedDict, (others,)
 
 
-def check_finish(params: Mapping[str, torch.Tensor], policy: StepPolicy, ranks: RankGroups) -> None:
-    """Refuse ``finish="auto"`` if gradients may come after backward, or if other ranks wait for the end of backward.
-
-    Raises:
-        ConfigError: it cannot work.
-    """
-    if not policy.finishes_with_backward:
-        return
-    delayed = [name for name, param in params.items() if getattr(param, "skip_backward_post_hook", False)]
-    why = f"gradients of {name_list(delayed)} may come after backward (skip_backward_post_hook=True)" if delayed else ""
-    if not ranks.copies.keys().isdisjoint(("pp", "embd")):
-        why = "an earlier pipeline stage waits for the result of backward on a later one"
-    if why:
-        raise ConfigError(
-            f"{why}, but with finish='auto' and all-reduce backward waits for the gradient sync of all ranks. Set "
-            "finish='explicit' and call ddp.finish_grad_sync() or finalize_grads() before the optimizer's step, or "
-            "use_distributed_optimizer=True."
-        )
-
-
 def watch_forwards(
-    module: torch.nn.Module, sync: GradSync, owners: OwnerGuard, *, into: list[RemovableHandle]
+    module: torch.nn.Module, sync: HookedStep, check_forward: Callable[[], None], *, into: list[RemovableHandle]
 ) -> Callable[..., Any]:
     """Notify ``sync`` of training forwards of ``module``: those in ``train()`` mode with gradients enabled.
 
@@ -230,7 +225,7 @@ def watch_forwards(
     def before(called: torch.nn.Module, _: Any) -> None:
         if counts(called) and module.training:
             sync.begin_forward()
-            owners.check_forward()
+            check_forward()
 
     def after(called: torch.nn.Module, _: Any, output: Any) -> None:
         if not counts(called):
@@ -240,7 +235,7 @@ def watch_forwards(
             if module.training:
                 sync.fail("forward", error)
             return
-        note_reached = sync.counters.reached_forward() if module.training else None
+        note_reached = sync.end_forward() if module.training else None
         if not _watch_outputs(output, sync, note_reached) and note_reached is not None:
             note_reached()  # no backward can start here
 
@@ -273,7 +268,7 @@ class _Outside:
         return call  # type: ignore[no-any-return]
 
 
-def _watch_outputs(output: Any, sync: GradSync, note_reached: Callable[[], None] | None) -> bool:
+def _watch_outputs(output: Any, sync: HookedStep, note_reached: Callable[[], None] | None) -> bool:
     """Hook the outputs, to detect a backward that reaches them; return whether there are any."""
 
     def on_grad(_: torch.Tensor) -> None:
@@ -300,73 +295,38 @@ def _leaves(output: Any) -> Iterator[Any]:
             yield leaf
 
 
-def refuse_in_backward(operation: str) -> None:
-    """Refuse an operation that needs all ranks inside a backward, in which each rank sends its buckets at its own pace.
+# Hooks for all modules and optimizers of the process #
 
-    Raises:
-        PhaseError: a backward is running in this thread. The error ends it, and the other ranks learn that.
+
+class _SharedHook:
+    """A hook in one of torch's process-wide lists that serves all guards.
+
+    Torch iterates over that list when it calls the hooks, and raises if it changes meanwhile. But wrappers are made, detached
+    and collected at any time, also in other threads, so this hook stays and has its own list. Its references to the guards are
+    weak, so it keeps no model alive.
     """
-    if torch._C._current_graph_task_id() >= 0:
-        raise PhaseError(
-            f"{operation} was called inside a backward, by a hook or by a forward that activation checkpointing reruns. It "
-            "needs all ranks, and they run their backwards at different paces. Call it when backward() has returned."
-        )
-
-
-class BackwardWatch:
-    """Follows one backward at a time, including inner backwards of activation checkpointing."""
 
     def __init__(self) -> None:
-        self.running: int | None = None
-        """Autograd's id of the running backward."""
-        self.has_failed = False
-        """Whether autograd has dropped it before its end."""
-        self._thread = threading.current_thread()
+        self._methods: tuple[weakref.WeakMethod[_Method], ...] = ()
+        self._changing = threading.Lock()
 
-    def open(self, follower: GradSync) -> None:
-        """Follow the running backward. ``follower`` is referenced weakly, because autograd keeps callbacks in C++."""
-        running = torch._C._current_graph_task_id()
-        self._thread, self.has_failed = threading.current_thread(), False
-        end = _EndOfBackward(self, running, weakref.ref(follower))
-        torch.autograd.Variable._execution_engine.queue_callback(end)
-        self.running = running
+    def add(self, method: _Method) -> None:
+        with self._changing:
+            self._methods = (*(known for known in self._methods if known() is not None), weakref.WeakMethod(method))
 
-    def is_gone(self) -> bool:
-        """Return whether the backward has failed without notice, because an interrupt or its thread prevented that."""
-        return self.has_failed or (torch._C._current_graph_task_id() < 0 and threading.current_thread() is self._thread)
-
-    def check_is_one(self, *, rank: int) -> None:
-        """Refuse a backward other than the open one.
-
-        Threads are no criterion: torch runs all backwards of a device in one thread, and one backward through outputs on a
-        device and on the host in two.
-
-        Raises:
-            ConcurrentBackwardError: it is another one.
-        """
-        if torch._C._current_graph_task_id() != self.running:
-            thread = threading.current_thread()
-            raise ConcurrentBackwardError(rank=rank, thread=thread.name, other_thread=self._thread.name)
+    def __call__(self, *args: Any) -> None:
+        for known in self._methods:
+            method = known()
+            if method is not None:
+                method(*args)
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _EndOfBackward:
-    """A callback that autograd calls at the end of a successful backward, and drops in any case."""
-
-    watch: BackwardWatch
-    backward: int
-    follower: weakref.ref[GradSync]
-
-    def __call__(self) -> None:
-        follower = self.follower()
-        if follower is not None and self.watch.running == self.backward:
-            follower.end_backward()  # ends the watch; after an interrupt before that, the destructor acts
-
-    def __del__(self) -> None:
-        follower = self.follower()
-        if follower is not None and self.watch.running == self.backward:
-            self.watch.has_failed = True
-            # In a device thread of autograd, unknown to Python, the caller may already have the exception and go on: its next
-            # call notifies the other ranks. See docs/decisions/agreement.md.
-            if not isinstance(threading.current_thread(), threading._DummyThread):
-                follower.abandon_backward()
+def shared_hook_in(hooks: dict[int, Any], register: Callable[[Any], RemovableHandle]) -> _SharedHook:
+    """Return our hook in one of torch's lists; the first guard of the process adds it."""
+    # dict.copy is atomic, unlike iteration over an OrderedDict: another thread may register a hook meanwhile.
+    for hook in dict.copy(hooks).values():
+        if isinstance(hook, _SharedHook):
+            return hook
+    hook = _SharedHook()
+    register(hook)
+    return hook

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from torch.nn.modules.module import _global_module_registration_hooks, register_module_module_registration_hook
 
-from megabucket.ddp.guards import shared_hook_in
+from megabucket.ddp.hooks import shared_hook_in
 from megabucket.errors import ForeignWrapperError
 
 _UNWRAP: Final = "Keep one of the two: wrap the plain module, which the other one has as `.module`, or leave this wrapper out."

@@ -12,8 +12,8 @@ import torch
 
 from megabucket.buffer import dtype_name
 from megabucket.comm import AllReduce, Broadcast, Communicator, Exchange, ReduceOp
-from megabucket.ddp.fence import Entry
 from megabucket.ddp.groups import RankGroups, buffer_groups
+from megabucket.ddp.report import Entry
 from megabucket.errors import ConfigError, PhaseError, ReplicasDivergedError, log_once, name_list
 from megabucket.layout.identity import ParamIdentity, by_place
 

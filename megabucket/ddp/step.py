@@ -7,22 +7,29 @@
     OPEN      -> LAUNCHING  the same; may stay here between backward and step()
     OPEN      -> IDLE       cleared before anything was sent
     LAUNCHING -> FENCED     the last bucket and the fence are sent
-    FENCED    -> AGREED     all ranks are whole and the buckets are reduced (an overflow of the sum is found here)
+    FENCED    -> PUBLISHED  all ranks are whole and the buckets are reduced; each rank updates by itself
+    FENCED    -> COMMITTED  the same, where an update needs collectives: all ranks make it, or none
     FENCED    -> IDLE       a rank has a problem: buckets reduced and forgotten, the same error on all ranks; or all ranks have
                             cleared their gradients
-    AGREED    -> IDLE       updated and the gather sent; or cleared
-    AGREED    -> OPEN       all-reduced: the next step begins, perhaps on gradients that were kept
-    AGREED    -> FENCED     a second vote: explicit finish and then step() or zero_grad(); before any joint update or change
+    PUBLISHED -> OPEN       the next step begins, perhaps on gradients that were kept
+    PUBLISHED -> IDLE       cleared
+    PUBLISHED -> COMMITTED  an optimizer was made whose update needs collectives
+    COMMITTED -> PUBLISHED  one was made whose update needs none
+    COMMITTED -> IDLE       updated and the gather sent; or cleared
+    COMMITTED -> OPEN       the next step begins on gradients that were not cleared
+    COMMITTED -> FENCED     a second vote: explicit finish and then step() or zero_grad(); before any joint update or change
     GIVING_UP -> IDLE       the same error on all ranks
     CALL      -> IDLE       another rank has sent the buckets of a step, or votes on it: it is dropped on all ranks
 
-    IDLE, OPEN, LAUNCHING, AGREED -> GIVING_UP   this rank failed before its fence: it sends the rest of the schedule and a
-                                                 fence that reports the failure; may stay here until the next call
-    IDLE, OPEN, LAUNCHING, AGREED -> CALL        a collective call, until its exchange is over; and back. In OPEN and LAUNCHING,
-                                                 where other buckets may be sent on other ranks, calls only compare entries, or
-                                                 are refused on all ranks
-    any -> BROKEN                                interrupted after the fence was sent, or in a call, or a peer was lost; only
-                                                 detach() is left
+    IDLE, OPEN, LAUNCHING, PUBLISHED, COMMITTED -> GIVING_UP
+                            this rank failed before its fence: it sends the rest of the schedule and a fence that reports the
+                            failure; may stay here until the next call
+    IDLE, OPEN, LAUNCHING, PUBLISHED, COMMITTED -> CALL
+                            a collective call, until its exchange is over. In OPEN and LAUNCHING, where other buckets may be
+                            sent on other ranks, calls only compare entries, or are refused on all ranks
+    CALL -> IDLE, OPEN, LAUNCHING, PUBLISHED, COMMITTED
+                            back to where it came from
+    any -> BROKEN           interrupted after the fence was sent, or in a call, or a peer was lost; only detach() is left
 
 Hooks never raise about the open step and never change the order of launches; they note problems. Whatever goes wrong, each rank
 sends the same collectives in the same order: all buckets, then the fence. The phases of the buckets (``buffer/phases.py``) say
@@ -34,7 +41,7 @@ from __future__ import annotations
 import enum
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from types import MappingProxyType, TracebackType
 from typing import Any, Final
@@ -44,10 +51,12 @@ import torch
 from megabucket.buffer import GradPhase, _ParamAndGradBucketGroup
 from megabucket.buffer.finite import FiniteTest, any_beyond
 from megabucket.config.resolve import StepPolicy
-from megabucket.ddp.fence import CLEARED, Call, Fence, Report, all_have_left, describe, opening, resolve_error
+from megabucket.ddp.backward import Backward, refuse_in_backward
+from megabucket.ddp.calls import Call, agree_on_call, opening
+from megabucket.ddp.fence import Fence
 from megabucket.ddp.groups import RankGroups
-from megabucket.ddp.guards import ModelWatch, Problem
-from megabucket.ddp.hooks import BackwardWatch, refuse_in_backward
+from megabucket.ddp.module_watch import ModelWatch
+from megabucket.ddp.report import CLEARED, Hyperparameters, Problem, Report, all_have_left, describe, resolve_error
 from megabucket.errors import (
     ConfigError,
     DelayedGradientError,
@@ -73,7 +82,8 @@ class StepState(enum.Enum):
     OPEN = "open"  # forwards and microbatches; gradients accumulate on this rank
     LAUNCHING = "launching"  # the last microbatch runs or has run; buckets are sent
     FENCED = "fenced"  # this rank's report was sent and cannot be taken back
-    AGREED = "agreed"  # gradients are reduced, and optimizers may step on them
+    PUBLISHED = "published"  # gradients are reduced; optimizers may step on them, each rank by itself
+    COMMITTED = "committed"  # gradients are reduced; all ranks update with collectives, or none does
     GIVING_UP = "giving up"  # this rank failed; the others learn it at their fence
     CALL = "in a call"  # all ranks are in the same collective call
     BROKEN = "broken"  # nothing more can be sent
@@ -84,10 +94,24 @@ _TRANSITIONS: Final[Mapping[StepState, frozenset[StepState]]] = MappingProxyType
         StepState.IDLE: frozenset({StepState.OPEN, StepState.LAUNCHING, StepState.GIVING_UP, StepState.CALL}),
         StepState.OPEN: frozenset({StepState.LAUNCHING, StepState.GIVING_UP, StepState.CALL, StepState.IDLE}),
         StepState.LAUNCHING: frozenset({StepState.FENCED, StepState.GIVING_UP, StepState.CALL}),
-        StepState.FENCED: frozenset({StepState.AGREED, StepState.IDLE}),
-        StepState.AGREED: frozenset({StepState.IDLE, StepState.OPEN, StepState.FENCED, StepState.GIVING_UP, StepState.CALL}),
+        StepState.FENCED: frozenset({StepState.PUBLISHED, StepState.COMMITTED, StepState.IDLE}),
+        StepState.PUBLISHED: frozenset(
+            {StepState.IDLE, StepState.OPEN, StepState.COMMITTED, StepState.GIVING_UP, StepState.CALL}
+        ),
+        StepState.COMMITTED: frozenset(
+            {
+                StepState.IDLE,
+                StepState.OPEN,
+                StepState.PUBLISHED,
+                StepState.FENCED,
+                StepState.GIVING_UP,
+                StepState.CALL,
+            }
+        ),
         StepState.GIVING_UP: frozenset({StepState.IDLE}),
-        StepState.CALL: frozenset({StepState.IDLE, StepState.OPEN, StepState.LAUNCHING, StepState.AGREED}),
+        StepState.CALL: frozenset(
+            {StepState.IDLE, StepState.OPEN, StepState.LAUNCHING, StepState.PUBLISHED, StepState.COMMITTED}
+        ),
         StepState.BROKEN: frozenset(),
     }
 )
@@ -99,7 +123,9 @@ _DETACH, _MIDDLE = "detach()", "its wrapper was detached in the middle of a step
 
 REPORTED: Final = (StepState.FENCED, StepState.CALL)
 """States in which the other ranks have this rank's report, so that a failure breaks the wrapper."""
-UPDATING: Final = (StepState.FENCED, StepState.AGREED)
+AGREED: Final = (StepState.PUBLISHED, StepState.COMMITTED)
+"""States in which all ranks are whole and the buckets hold reduced gradients."""
+UPDATING: Final = (StepState.FENCED, *AGREED)
 """States in which the other ranks update and gather, so that an optimizer that fails breaks the wrapper."""
 
 _CAUGHT: Final = " (caught inside the `with ddp.step():` block, which cannot go on)"
@@ -158,10 +184,8 @@ class GradSync:
         self._is_leaving = False  # detach() waits for the other ranks, but not for long
         self._concludes_late = False  # forwards of the next step may begin before the step that was given up is concluded
         self._no_sync_depth = self._num_blocks = self._num_calls = 0
-        # Of the running backward:
-        self._backward = BackwardWatch()
-        self._is_taking = False  # it has produced a gradient
-        self._is_last = self._may_stage = self._has_reached_outputs = False
+        self.backward: Backward | None = None
+        """The one that is running through the module."""
 
     def continue_from(self, other: GradSync) -> None:
         """Take over the state that survives a rebuild."""
@@ -176,8 +200,7 @@ class GradSync:
     @property
     def is_between_steps(self) -> bool:
         """Whether no step has begun and no other rank waits for the last one."""
-        is_over = self.state is StepState.IDLE or (self.state is StepState.AGREED and not self.updates_jointly)
-        return is_over and not self.counters.num_open_forwards
+        return self.state in (StepState.IDLE, StepState.PUBLISHED) and not self.counters.num_open_forwards
 
     def enter(self, state: StepState) -> None:
         """Go to ``state``.
@@ -217,8 +240,12 @@ class GradSync:
         self._begin("forward")
         self.counters.num_open_forwards += 1
 
+    def end_forward(self) -> Callable[[], None]:
+        """Note that a training forward has ended. Return a callback for when a backward reaches it."""
+        return self.counters.reached_forward()
+
     def _begin(self, phase: str) -> None:
-        if self.state is StepState.IDLE or (self.state is StepState.AGREED and self.counters.num_updates):
+        if self.state is StepState.IDLE or (self.state in AGREED and self.counters.num_updates):
             self.enter(StepState.OPEN)
         self._communicator.progress.enter(self.step, phase)
 
@@ -226,7 +253,7 @@ class GradSync:
         """Open the next step, however the last one ended."""
         self._give_up_cleared_step()
         self.settle()
-        if self.state is StepState.IDLE or (self.state is StepState.AGREED and not self.updates_jointly):
+        if self.state in (StepState.IDLE, StepState.PUBLISHED):
             self.enter(StepState.OPEN)
 
     def _give_up_cleared_step(self) -> None:
@@ -293,7 +320,7 @@ class GradSync:
     @property
     def _awaits_update(self) -> bool:
         """Whether all ranks have agreed on gradients and this rank has not stepped on them."""
-        return self.state is StepState.AGREED and not (self.counters.num_updates or self.skip_reason)
+        return self.state in AGREED and not (self.counters.num_updates or self.skip_reason)
 
     def begin_backward(self) -> None:
         """Note that a backward has reached an output of the module.
@@ -302,21 +329,22 @@ class GradSync:
             ConcurrentBackwardError: another backward of the module is running.
             MegabucketError: as ``begin_forward``.
         """
-        if self._backward.running is None or self._backward.has_failed:
-            self._open_backward()
+        backward = self.backward
+        if backward is None or backward.has_failed:
+            backward = self._follow_backward()
         else:
-            self._backward.check_is_one(rank=self._communicator.rank)
-        self._has_reached_outputs = True
+            backward.check_is_this(rank=self._communicator.rank)
+        backward.has_reached_outputs = True
 
-    def _open_backward(self) -> None:
+    def _follow_backward(self) -> Backward:
         self.settle()
         self._begin("backward")
-        self._is_taking = self._has_reached_outputs = False
         self.dropped = None
-        self._backward.open(self)
+        backward = self.backward = Backward(self)
         if self.state is StepState.LAUNCHING:  # the last microbatch runs several backwards
             for group in self.groups:
                 group.show_withheld()
+        return backward
 
     def receive(self, index: int, position: int) -> None:
         """Take the gradient of one parameter. O(1), except for the first of each group in a backward.
@@ -325,33 +353,33 @@ class GradSync:
             index: of the bucket group.
             position: of the parameter in the group.
         """
-        group = self.groups[index]
-        if not self._is_taking:
-            self._begin_taking(group, position)
+        group, backward = self.groups[index], self.backward
+        if backward is None or not backward.is_taking:
+            backward = self._begin_taking(group, position)
         if group.grad_phase is not GradPhase.ACCUMULATING:
             self._note_late(group, position)
-        elif group.receive(position, counts=self._is_last, may_stage=self._may_stage) and self.policy.overlaps_grads:
+        elif group.receive(position, backward) and self.policy.overlaps_grads:
             # Strictly in launch order, in whatever order gradients arrive: all ranks must launch alike.
             while self._num_launched < len(self.groups) and self.groups[self._num_launched].is_complete:
                 self._launch_next()
 
-    def _begin_taking(self, group: _ParamAndGradBucketGroup, position: int) -> None:
+    def _begin_taking(self, group: _ParamAndGradBucketGroup, position: int) -> Backward:
         """Prepare for the first gradient of a backward.
 
         Raises:
             StepMismatchError: this rank dropped a step that other ranks take.
         """
-        if self._backward.running is None:
-            self._open_backward()
+        backward = self.backward or self._follow_backward()
         if self.is_reduced:
             self._start_implicitly(group, position)
-        self._is_taking, self._is_last = True, self._no_sync_depth == 0
         # With create_graph=True autograd makes a new sum, which needs the previous gradient in param.grad.
-        self._may_stage = not (torch.is_grad_enabled() or any(self._backward_hooks))
-        if self._is_last:
+        may_stage = not (torch.is_grad_enabled() or any(self._backward_hooks))
+        backward.begin_taking(is_last=self._no_sync_depth == 0, may_stage=may_stage)
+        if backward.is_last:
             self.enter(StepState.LAUNCHING)
         elif self.state is not StepState.LAUNCHING:
             self.enter(StepState.OPEN)
+        return backward
 
     def _start_implicitly(self, group: _ParamAndGradBucketGroup, position: int) -> None:
         """Start a step because a gradient arrives: plain torch code may clear gradients without calling the wrapper.
@@ -372,7 +400,7 @@ class GradSync:
             self._vote_to_drop()
         except MegabucketError:
             own.param.grad = None
-            self._backward.running = None  # this backward ends because of the last step; it is no failure of the next one
+            self.backward = None  # it ends because of the last step, and is no failure of the next one
             raise
         self._reopen()
         self.counters.kept = tuple(slot.name for slot in kept)
@@ -423,7 +451,7 @@ class GradSync:
             if self.state is StepState.IDLE:
                 self.enter(StepState.OPEN)
             group.receive_delayed(position)
-            if self._backward.running is None:
+            if self.backward is None:
                 self._launch_delayed()
 
     def drop_dummy(self, index: int, position: int) -> None:
@@ -460,17 +488,16 @@ class GradSync:
                 if count > expected or (count < expected and not group.policy.unused_is_zero):
                     self._note_delayed(group.slots[position].name, f"has come {count} times in {expected} backwards")
 
-    def end_backward(self) -> None:
+    def end_backward(self, backward: Backward) -> None:
         """Finish the sync if the end of a backward does so. Called by autograd; an error leaves ``backward()``.
 
         Raises:
             MegabucketError: the step is not whole on some rank.
         """
         with self.failing_on_all_ranks("backward"):
-            self._backward.running = None
-            has_received, self._is_taking = self._is_taking, False
-            has_changed = self._count_backward(has_received=has_received)
-            if has_changed or (self.state is StepState.LAUNCHING and self.policy.finishes_with_backward and has_received):
+            self.backward = None
+            has_changed = self._count_backward(backward)
+            if has_changed or (self.state is StepState.LAUNCHING and self.policy.finishes_with_backward and backward.is_taking):
                 self.finish()  # stores the staged gradients as well
             else:
                 for group in self.groups:
@@ -481,16 +508,16 @@ class GradSync:
                     self._launch_delayed()
         self.pause()
 
-    def _count_backward(self, *, has_received: bool) -> bool:
+    def _count_backward(self, backward: Backward) -> bool:
         """Count the backward; one without gradients counts if missing gradients are zeros, or delayed.
 
         Returns whether it had no gradients because the module has changed: an optimizer over the new parameters would never
         call this wrapper.
         """
         may_be_empty = self.policy.unused_is_zero or bool(self._delayed)
-        counts = has_received or (self._has_reached_outputs and may_be_empty)
+        counts = backward.is_taking or (backward.has_reached_outputs and may_be_empty)
         self.counters.num_microbatches += counts
-        is_empty = self._has_reached_outputs and not has_received and self._no_sync_depth == 0
+        is_empty = backward.has_reached_outputs and not backward.is_taking and self._no_sync_depth == 0
         has_changed = is_empty and self._watch is not None and self._watch.find_change() is not None
         if is_empty and (counts or has_changed):
             # The other ranks wait for this one: it takes part when an optimizer or the caller asks for gradients.
@@ -505,7 +532,7 @@ class GradSync:
         for group in self.groups:
             group.drop_staged()
         self.fail("backward", None)
-        self._is_taking, self._backward.running = False, None
+        self.backward = None
 
     def pause(self) -> None:
         """Note for recorders that the caller's own code runs now."""
@@ -521,16 +548,25 @@ class GradSync:
             with self.failing_on_all_ranks("start_grad_sync()"):
                 self._flush()
 
-    def finish(self, *, is_committing: bool = False) -> None:
+    def finish(self, *, is_committing: bool = False, force_all_reduce: bool = False) -> None:
         """Launch the remaining groups, wait for all, and finish the reduced gradients. Idempotent.
+
+        Args:
+            is_committing: whether the optimizer updates right afterwards.
+            force_all_reduce: gather whole gradients in this step, although the distributed optimizer is on.
 
         Raises:
             MegabucketError: the step is not whole on some rank. All ranks raise the same error, the gradients are forgotten,
                 and the next step may run.
         """
-        with self.failing_on_all_ranks("the gradient sync"):
-            for _ in self.agree(is_committing=is_committing):
-                pass
+        is_always = self.force_all_reduce
+        self.force_all_reduce = is_always or force_all_reduce
+        try:
+            with self.failing_on_all_ranks("the gradient sync"):
+                for _ in self.agree(is_committing=is_committing):
+                    pass
+        finally:
+            self.force_all_reduce = is_always
 
     def agree(self, *, is_committing: bool = False) -> Iterator[_ParamAndGradBucketGroup]:
         """Finish as ``finish`` does, and yield each group once it is reduced, after all ranks have agreed.
@@ -544,7 +580,7 @@ class GradSync:
         self.settle(raises_again=True)
         if is_committing:
             self._communicator.progress.enter(self.step, "fence")
-        if self.state is StepState.AGREED and is_committing and self.updates_jointly:
+        if self.state is StepState.COMMITTED and is_committing:
             # The fence was at ``finish_grad_sync()``; since then a rank may have decided not to step.
             self._vote(is_committing=True)
         with self.failing_on_all_ranks("the gradient sync", UPDATING if is_committing else REPORTED):
@@ -701,7 +737,7 @@ class GradSync:
                 group.withdraw_grads()
             else:
                 group.publish()
-        self.enter(StepState.AGREED)
+        self.enter(StepState.COMMITTED if self.updates_jointly else StepState.PUBLISHED)
         self._communicator.progress.enter(self.step, BETWEEN_STEPS)
 
     def _vote(self, *, is_committing: bool) -> None:
@@ -711,17 +747,35 @@ class GradSync:
             self.enter(StepState.FENCED)
             self._resolve_fence()
             self.counters.start_step()
-            self.enter(StepState.AGREED)
+            self.enter(StepState.COMMITTED)
 
     def _vote_to_drop(self) -> None:
         """Tell the ranks that this one does not step on its reduced gradients, in case others do."""
-        if self.state is StepState.AGREED and self.updates_jointly:
+        if self.state is StepState.COMMITTED:
             self.counters.note_dropped_step()
             self._vote(is_committing=False)
+
+    def set_force_all_reduce(self, value: bool) -> None:
+        """Decide whether each step gathers whole gradients, although the distributed optimizer is on."""
+        self.force_all_reduce = value
+
+    def skip_update(self, reason: str) -> None:
+        """Note why no rank steps on the gradients of this step. The first reason stays."""
+        self.skip_reason = self.skip_reason or reason
+
+    def announce_update(self, hyperparameters: Hyperparameters) -> None:
+        """Note the hyperparameters of the coming update, for the fence that commits to it."""
+        self.counters.hyperparameters = hyperparameters
+
+    def note_update(self) -> None:
+        """Count the announced update. If the last fence has not compared its hyperparameters, the next one does."""
+        self.counters.note_update(() if self.updates_jointly else self.counters.hyperparameters)
 
     def expect_updates(self, *, jointly: bool) -> None:
         """Note whether the update of the wrapper's optimizer needs collectives."""
         self.updates_jointly = jointly
+        if self.state in AGREED:  # the optimizer was made after the gradient sync
+            self.enter(StepState.COMMITTED if jointly else StepState.PUBLISHED)
 
     @contextmanager
     def comparing(self, grad_change: str) -> Iterator[None]:
@@ -742,7 +796,7 @@ class GradSync:
 
     def end_update(self) -> None:
         """End the step: the optimizer has updated its shards, or no rank does."""
-        if self.state is StepState.AGREED and self.updates_jointly:
+        if self.state is StepState.COMMITTED:
             self.enter(StepState.IDLE)
         self.pause()
 
@@ -754,7 +808,7 @@ class GradSync:
         """
         refuse_in_backward("zero_grad()")
         self.settle()
-        self._backward.running = None
+        self.backward = None
         was_open = self.state is StepState.OPEN
         if self.state is StepState.LAUNCHING:
             self.counters.note_dropped_step()
@@ -789,10 +843,10 @@ class GradSync:
             MegabucketError: the wrapper is broken; or a forward or backward failed inside a ``step()`` block, and the caller
                 caught the exception there.
         """
-        if self._backward.running is not None and self._backward.is_gone():
+        if self.backward is not None and self.backward.is_gone():
             self.abandon_backward()
         if self.state in REPORTED or (self.state is StepState.LAUNCHING and self._fence.is_sent):
-            # One interrupt has ended the operation, and another one has prevented its report.
+            # A second interrupt arrived before the first was reported.
             self.break_off(self._communicator.progress.phase, "it was interrupted twice")
         if self.broken is not None:
             raise self.broken.copy()
@@ -817,11 +871,11 @@ class GradSync:
         is_deferred = self._num_blocks > 0 and phase in ("forward", "backward")
         cause = "an exception" if is_deferred and error is None else describe(error)
         self.counters.note_failure(phase, cause + _CAUGHT * is_deferred)
-        if self.is_reduced and not (self.state is StepState.AGREED and self.updates_jointly):
+        if self.is_reduced and self.state is not StepState.COMMITTED:
             self._reopen()  # a new step has begun
         self.enter(StepState.GIVING_UP)
         # Last, so that ``settle`` finds the failed backward if another interrupt comes before this line.
-        self._is_taking, self._backward.running = False, None
+        self.backward = None
         if not is_deferred:
             self._send_failure()
 
@@ -871,7 +925,7 @@ class GradSync:
         error = sys.exc_info()[1]
         has_begun = self.counters.num_open_forwards or self.counters.num_microbatches
         is_open = self.state in (StepState.LAUNCHING, StepState.FENCED) or (self.state is StepState.OPEN and has_begun)
-        is_open |= self._awaits_update and self.updates_jointly
+        is_open |= self._awaits_update and self.state is StepState.COMMITTED
         failure = self._failure
         if self.state is StepState.GIVING_UP and failure is not None and not self._fence.is_answered():
             self._break(failure)
@@ -899,7 +953,7 @@ class GradSync:
         if self.state is StepState.GIVING_UP:
             return  # the step is dropped anyway
         self.settle()
-        if self._awaits_update and not (self.updates_jointly or self.counters.num_open_forwards):
+        if self._awaits_update and self.state is StepState.PUBLISHED and not self.counters.num_open_forwards:
             self.counters.note_missed_update(f"abort_step(): {reason}")
             raise PhaseError(
                 "abort_step() comes too late: all ranks have agreed on the gradients of this step and the others update with "
@@ -922,19 +976,21 @@ class GradSync:
             raise  # the consumer of ``agree`` handles its own exception
         except BaseException as error:
             # The others go from the fence of a grad_change to its collective, without another fence.
-            is_final = self.state in final or (self.state is StepState.AGREED and self.counters.grad_change)
+            is_final = self.state in final or (self.state is StepState.COMMITTED and self.counters.grad_change)
             if isinstance(error, _GROUP_ERRORS):
                 self._break(self.broken or error)
             elif is_final or (self._fence.is_sent and self.state not in (StepState.GIVING_UP, StepState.BROKEN)):
                 self.break_off(phase, describe(error))
-            elif self.state in (StepState.OPEN, StepState.LAUNCHING) or (self._awaits_update and self.updates_jointly):
+            elif self.state in (StepState.OPEN, StepState.LAUNCHING) or (
+                self._awaits_update and self.state is StepState.COMMITTED
+            ):
                 self.fail(phase, error)
             # Otherwise all ranks have agreed on the error and dropped the step.
             raise
 
     def break_off(self, phase: str, cause: str) -> None:
         """Break the wrapper: this rank sends nothing more. Waits of the other ranks end within two seconds."""
-        step = self.step - 1 if self.state is StepState.AGREED else self.step  # it was counted when the ranks agreed
+        step = self.step - 1 if self.state in AGREED else self.step  # it was counted when the ranks agreed
         self._break(WrapperBrokenError(step=step, rank=self._communicator.rank, phase=phase, cause=cause))
 
     def _break(self, error: MegabucketError) -> None:
@@ -1008,9 +1064,9 @@ class GradSync:
         before = self.state
         self.enter(StepState.CALL)
         self._num_calls += 1
-        may_vote = before is StepState.AGREED and self.updates_jointly  # other ranks, on the step that was counted last
-        step = self.step - may_vote
-        error, reports = self.ranks.agree(self._fence, label, call, failure, device=self._device, step=step)
+        # Other ranks may vote on the step that was counted last.
+        step = self.step - 1 if before is StepState.COMMITTED else self.step
+        error, reports = agree_on_call(label, call, failure, ranks=self.ranks, fence=self._fence, step=step)
         if any(report.ends_step for report in reports):
             takes_part = any(report.sent_buckets for report in reports)
             self._drop(error, takes_part=takes_part, is_counted=not takes_part)
@@ -1053,8 +1109,8 @@ class GradSync:
         self.check_not_dropped()
         if self.state is StepState.LAUNCHING and self.policy.finishes_with_backward and self.policy.unused_is_zero:
             self.finish()  # a backward had no gradient, and the other ranks wait for zeros
-        elif self.state is StepState.LAUNCHING or (has_grads and (self.state is not StepState.AGREED or is_stale)):
-            in_backward = self._backward.running is not None
+        elif self.state is StepState.LAUNCHING or (has_grads and (self.state not in AGREED or is_stale)):
+            in_backward = self.backward is not None
             error = UnreducedGradientsError(rank=self._communicator.rank, in_backward=in_backward)
             self.refuse_update(error)
             raise error
@@ -1075,7 +1131,7 @@ class GradSync:
 
     def refuse_update(self, error: Exception) -> None:
         """Report that this rank does not step, because of ``error``."""
-        if self.state is StepState.AGREED and not self.updates_jointly:
+        if self.state is StepState.PUBLISHED:
             self.counters.note_missed_update(describe(error))  # they update; the next fence says so
         elif self.state is not StepState.LAUNCHING or not isinstance(error, UnreducedGradientsError):
             self.fail("optimizer.step()", error)  # ranks that did run their last backward are waiting
@@ -1086,11 +1142,11 @@ class GradSync:
         Args:
             is_agreed: whether all ranks have agreed on these gradients and skip the update as well.
         """
-        if self.state is StepState.AGREED and not self.updates_jointly:
+        if self.state is StepState.PUBLISHED:
             self.counters.note_missed_update(cause)
         elif not is_agreed:
             self.fail("optimizer.step()", cause)
-        elif self.state is StepState.AGREED:
+        elif self.state is StepState.COMMITTED:
             self._drop(PhaseError(cause), is_counted=True)
 
     def check_not_in_flight(self, operation: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any, Final, NoReturn, Protocol
 
@@ -21,8 +21,9 @@ from megabucket.buffer import ParamAndGradBuffer, ParamPhase, _ParamAndGradBucke
 from megabucket.buffer.param_and_grad_buffer import _ParamAndGradBucket
 from megabucket.comm import exchange
 from megabucket.config.ddp import DistributedDataParallelConfig
-from megabucket.config.resolve import fp32_local_params, resolve_step
-from megabucket.ddp.fence import Call, Entry, Fence, opening
+from megabucket.config.resolve import StepPolicy, fp32_local_params
+from megabucket.ddp.backward import refuse_in_backward
+from megabucket.ddp.calls import calling
 from megabucket.ddp.groups import (
     DENSE,
     ParallelGroups,
@@ -33,10 +34,12 @@ from megabucket.ddp.groups import (
     group_uses,
     identify,
 )
-from megabucket.ddp.guards import ModelWatch, PlainOptimizerGuard, moved_params
-from megabucket.ddp.hooks import ModuleHook, backward_hooks_of, check_finish, refuse_in_backward, register_hooks
+from megabucket.ddp.hooks import ModuleHook, backward_hooks_of, register_hooks
+from megabucket.ddp.module_watch import ModelWatch, moved_params
+from megabucket.ddp.optimizer_guard import PlainOptimizerGuard
 from megabucket.ddp.owners import OwnerGuard, find_owner
 from megabucket.ddp.param_gather import ParamGather
+from megabucket.ddp.report import Entry
 from megabucket.ddp.step import GradSync
 from megabucket.errors import (
     AlreadyWrappedError,
@@ -187,6 +190,26 @@ def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
+def _check_finish(params: Mapping[str, torch.Tensor], policy: StepPolicy, ranks: RankGroups) -> None:
+    """Refuse ``finish="auto"`` if gradients may come after backward, or if other ranks wait for the end of backward.
+
+    Raises:
+        ConfigError: it cannot work.
+    """
+    if not policy.finishes_with_backward:
+        return
+    delayed = [name for name, param in params.items() if getattr(param, "skip_backward_post_hook", False)]
+    why = f"gradients of {name_list(delayed)} may come after backward (skip_backward_post_hook=True)" if delayed else ""
+    if not ranks.copies.keys().isdisjoint(("pp", "embd")):
+        why = "an earlier pipeline stage waits for the result of backward on a later one"
+    if why:
+        raise ConfigError(
+            f"{why}, but with finish='auto' and all-reduce backward waits for the gradient sync of all ranks. Set "
+            "finish='explicit' and call ddp.finish_grad_sync() or finalize_grads() before the optimizer's step, or "
+            "use_distributed_optimizer=True."
+        )
+
+
 # Entries that must be equal on all ranks #
 
 
@@ -307,13 +330,14 @@ class Wrapping:
         self,
         module: torch.nn.Module,
         config: DistributedDataParallelConfig,
+        policy: StepPolicy,
         ranks: RankGroups,
         *,
         groups: ParallelGroups | None = None,
         on_load: Callable[[], None],
     ) -> None:
-        self.module, self.policy = module, resolve_step(config)
-        params, self.identities, self.layout = _agree_on_model(module, config, ranks, groups)
+        self.module, self.policy = module, policy
+        params, self.identities, self.layout = _agree_on_model(module, config, policy, ranks, groups)
         self.param_names = {param: name for name, param in params.items()}
         self.buffers: list[ParamAndGradBuffer] = []
         self.groups: list[_ParamAndGradBucketGroup] = []
@@ -321,7 +345,7 @@ class Wrapping:
         """To be removed at the end."""
         self._is_attached = True
         try:
-            self.groups += _attach(self.layout, params, config, ranks, into=self.buffers)
+            self.groups += _attach(self.layout, params, config, policy, ranks, into=self.buffers)
             watch = ModelWatch(module, params, self.groups) if self.policy.watches_model else None
             self.sync = GradSync(self.groups, self.policy, watch, backward_hooks=backward_hooks_of(module), ranks=ranks)
             self.gather = ParamGather(self.groups, overlaps=self.policy.overlaps_params)
@@ -330,7 +354,9 @@ class Wrapping:
             owners = OwnerGuard(module, params)
             self._handles.append(owners)
             owners.watch()
-            self.call_compiled = register_hooks(module, self.groups, self.sync, owners, on_load=on_load, into=self._handles)
+            self.call_compiled = register_hooks(
+                module, self.groups, self.sync, check_forward=owners.check_forward, on_load=on_load, into=self._handles
+            )
         except BaseException:
             self._release()
             raise
@@ -488,7 +514,11 @@ def prepare_rebuild(
 
 
 def _agree_on_model(
-    module: torch.nn.Module, config: DistributedDataParallelConfig, ranks: RankGroups, groups: ParallelGroups | None
+    module: torch.nn.Module,
+    config: DistributedDataParallelConfig,
+    policy: StepPolicy,
+    ranks: RankGroups,
+    groups: ParallelGroups | None,
 ) -> tuple[dict[str, torch.nn.Parameter], dict[str, ParamIdentity], ModelLayout]:
     """Return the parameters, their identities and the layout of a module, after comparing it on all ranks.
 
@@ -499,9 +529,9 @@ def _agree_on_model(
         PeerFailedError: some rank cannot wrap its module.
         MegabucketError: what ``discover_params``, ``identify`` and ``build_layout`` raise, where all ranks raise it alike.
     """
-    with _call("wrap", ranks, exchange_device(module)) as call:
+    with calling("wrap", ranks, exchange_device(module)) as call:
         params = discover_params(module)
-        check_finish(params, resolve_step(config), ranks)
+        _check_finish(params, policy, ranks)
         identities = identify(module, ranks, groups)
         sizes = {name: group.communicator.size for name, group in ranks.by_name.items()}
         layout = build_layout(_specs(params, identities), config, dp_size=sizes[DENSE], group_sizes=sizes)
@@ -546,22 +576,11 @@ def _compare_identities(
     check_group_uses(by_rank)
 
 
-def _call(label: str, ranks: RankGroups, device: torch.device) -> AbstractContextManager[Call]:
-    """Return a context like ``GradSync.call``, for when there is no step yet."""
-
-    def agree(call: Call, failure: Exception | None) -> None:
-        fence = Fence(ranks.step, num_buckets=0, policy=ranks.by_name[DENSE].policy, device=device)
-        error, _ = ranks.agree(fence, label, call, failure, device=device)
-        if error is not None:
-            raise error from failure
-
-    return opening(agree)
-
-
 def _attach(
     layout: ModelLayout,
     params: Mapping[str, torch.nn.Parameter],
     config: DistributedDataParallelConfig,
+    policy: StepPolicy,
     ranks: RankGroups,
     *,
     into: list[ParamAndGradBuffer],
@@ -572,17 +591,17 @@ def _attach(
         into: gets the buffers. After an error, on all ranks, the caller detaches them.
     """
     groups: list[_ParamAndGradBucketGroup] = []
-    device, is_one_batch = next(iter(params.values())).device, resolve_step(config).is_one_batch
+    device = next(iter(params.values())).device
     fp32_local = fp32_local_params(config, params)
     for pattern in config.param_name_patterns_for_fp32_local_accumulation:
         if pattern != "all" and not any(fnmatchcase(name, pattern) for name in params):
             log_once(f"param_name_patterns_for_fp32_local_accumulation: no parameter on this rank matches {pattern!r}")
-    with _call("wrap: buffers", ranks, device):
+    with calling("wrap: buffers", ranks, device):
         into.extend(ParamAndGradBuffer(one, params, fp32_local=fp32_local) for one in layout.buffers)
         batches: dict[object, list[_ParamAndGradBucket]] = {}
         for bucket_id in launch_order(layout):
             bucket = into[bucket_id.buffer].buckets[bucket_id.bucket]
-            batches.setdefault(bucket.buffer.layout.key.group if is_one_batch else bucket_id, []).append(bucket)
+            batches.setdefault(bucket.buffer.layout.key.group if policy.is_one_batch else bucket_id, []).append(bucket)
         for index, batch in enumerate(batches.values()):
             reduction = ranks.by_name[batch[0].buffer.layout.key.group]._asdict()
             del reduction["places"]

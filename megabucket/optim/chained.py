@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from megabucket.ddp.fence import describe
+from megabucket.ddp.report import describe
 from megabucket.ddp.step import UPDATING, StepState
 from megabucket.errors import ConfigError
 from megabucket.optim.distributed_optimizer import NO_COPIES, DistributedOptimizer, StepResult
@@ -108,9 +108,10 @@ class ChainedOptimizer(torch.optim.Optimizer):
                 error; a rank that could not begin raises its own.
         """
         with self._all_or_none() as agreed:
-            for optimizer in self.optimizers:
+            first, *others = self.optimizers
+            first.prepare_step(also=(("clip_grad of all", float(self.clip_grad)),))
+            for optimizer in others:
                 optimizer.prepare_step()
-            self.optimizers[0].ddp.sync.counters.hyperparameters += (("clip_grad of all", float(self.clip_grad)),)
             for optimizer in self.optimizers:
                 optimizer.ddp.sync.finish(is_committing=optimizer.ddp.sync.updates_jointly)
                 agreed.append(optimizer)
@@ -154,7 +155,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     def _skip(self, reason: str, *, norm: float = math.nan) -> StepResult:
         for optimizer in self.optimizers:
-            optimizer.ddp.sync.skip_reason = optimizer.ddp.sync.skip_reason or reason
+            optimizer.ddp.sync.skip_update(reason)
             optimizer.skip(reason, norm=norm)
         return StepResult(updated=False, grad_norm=norm, reason=reason)
 

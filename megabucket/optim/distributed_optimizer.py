@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, overload
 import torch
 
 from megabucket.ddp import DistributedDataParallel
-from megabucket.ddp.guards import check_learning_rates, read_hyperparameters
-from megabucket.ddp.hooks import refuse_in_backward
-from megabucket.ddp.step import REPORTED, UPDATING, StepState
+from megabucket.ddp.backward import refuse_in_backward
+from megabucket.ddp.optimizer_guard import check_learning_rates
+from megabucket.ddp.report import Hyperparameters, read_hyperparameters
+from megabucket.ddp.step import AGREED, REPORTED, UPDATING, StepState
 from megabucket.errors import ConfigError, PhaseError, UnreducedGradientsError, name_list, refuse_copies
 from megabucket.optim.kernels import find_kernels
 from megabucket.optim.norm import GlobalNorm, check_norm_settings, clip_by_norm
@@ -296,8 +297,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Whether a loss scaler has unscaled the gradients of this step."""
         return self._has_changed_grads and any(name == _LOSS_SCALE for name, _ in self._changes)
 
-    def prepare_step(self) -> None:
+    def prepare_step(self, also: Hyperparameters = ()) -> None:
         """Check and update everything a step or a change of gradients needs, while the fence can still report an error.
+
+        Args:
+            also: further hyperparameters of the update, to be compared on all ranks.
 
         Raises:
             MegabucketError: this rank cannot step; reported to the other ranks where they wait for it.
@@ -307,14 +311,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         sync.check_not_dropped()
         if not self._has_changed_grads:
             self._changes = ()  # to gradients that were cleared since
-        if sync.is_reduced and sync.state is not StepState.AGREED:
+        if sync.is_reduced and sync.state not in AGREED:
             raise PhaseError(
                 "step() was called twice on the same gradients, or on those of a step that a loss scaler has skipped on all "
                 "ranks: no backward has run since. Run backward and zero_grad() between two steps; with a scaler call its "
                 "step()."
             )
         try:
-            if not self._is_sharded and sync.state is StepState.AGREED and not sync.skip_reason:
+            if not self._is_sharded and sync.state in AGREED and not sync.skip_reason:
                 self._take_published_grads()
             self.sharding.check_is_current()
             self._check_scaler_is_updated()
@@ -323,7 +327,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.sharding.check_shards_are_untouched()
             check_learning_rates(self.torch_optimizer.param_groups)
             hyperparameters = read_hyperparameters(self.torch_optimizer.param_groups)
-            sync.counters.hyperparameters = (*hyperparameters, ("clip_grad", float(self.clip_grad)), *self._changes)
+            sync.announce_update((*hyperparameters, ("clip_grad", float(self.clip_grad)), *self._changes, *also))
             if self._changes:
                 self._check_nothing_is_lost()
             self.sharding.refresh()
@@ -334,7 +338,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self.global_norm.of([_number(math.nan)])  # the only collective of the others before they update
             raise
         is_due = sync.state is StepState.LAUNCHING and not sync.policy.is_explicit
-        if not (is_due or sync.state is StepState.AGREED):
+        if not (is_due or sync.state in AGREED):
             unreduced = UnreducedGradientsError(rank=self.ddp.communicator.rank)
             sync.refuse_update(unreduced)
             raise unreduced
@@ -409,8 +413,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for shard in self.sharding.stepped:
                 shard.withhold_grad()
             self.sharding.store_values()
-        # Before a joint update the last fence has compared the hyperparameters; otherwise the next one does.
-        sync.counters.note_update(() if sync.updates_jointly else sync.counters.hyperparameters)
+        sync.note_update()
         if self._is_sharded:
             for group in sync.groups:
                 group.mark_params_stale()
@@ -474,7 +477,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._changes = (*self._changes, (_LOSS_SCALE, 1 / float(factor)))  # read after the norm, which watches the ranks
             if is_finite:
                 return False
-            sync.skip_reason = sync.skip_reason or self._why_not_finite("the loss scaler skips the step")
+            if not sync.skip_reason:
+                sync.skip_update(self._why_not_finite("the loss scaler skips the step"))
             self.skip(sync.skip_reason)
         return True
 

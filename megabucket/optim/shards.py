@@ -21,10 +21,9 @@ import torch
 
 from megabucket.buffer import GradPhase, ParamAndGradBuffer, WithheldGrad
 from megabucket.ddp import DistributedDataParallel
-from megabucket.ddp.fence import Entry
 from megabucket.ddp.groups import copies_key
-from megabucket.ddp.guards import read_hyperparameters, texts_of
 from megabucket.ddp.replicas import checksum
+from megabucket.ddp.report import Entry, read_hyperparameters, texts_of
 from megabucket.errors import CheckpointUnavailableError, OptimizerParametersError, PhaseError, name_list
 from megabucket.layout import Span
 from megabucket.layout.identity import by_place

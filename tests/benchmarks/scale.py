@@ -24,8 +24,9 @@ from typing import Any
 import torch
 
 import megabucket as mb
-from megabucket.ddp.fence import Fence, Report
+from megabucket.ddp.fence import Fence
 from megabucket.ddp.hooks import grad_hooks
+from megabucket.ddp.report import Report
 from megabucket.errors import MegabucketError
 from megabucket.layout import ParamSpec, build_layout
 from megabucket.layout.segments import plan_segments

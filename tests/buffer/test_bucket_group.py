@@ -26,6 +26,8 @@ from megabucket.testing.loopback import MismatchedCollectiveError
 
 ALL_REDUCE_MEAN = {}
 SCATTER_MEAN = {"use_distributed_optimizer": True}
+LAST = SimpleNamespace(is_last=True, may_stage=True)
+INSIDE_NO_SYNC = SimpleNamespace(is_last=False, may_stage=True)
 
 
 class Rank:
@@ -56,7 +58,7 @@ class Rank:
             param.grad = torch.full((100,), float(value), dtype=param.dtype)
         else:
             param.grad.add_(value)
-        return self.group.receive("ba".index(name), counts=True, may_stage=True)
+        return self.group.receive("ba".index(name), LAST)
 
     def delayed(self, name, value):
         """Leave a gradient that was computed outside backward, and report it."""
@@ -350,7 +352,7 @@ class TestReadiness:
         whole_step(only)
 
         only.params["a"].grad = torch.ones(100)
-        complete = only.group.receive(1, counts=False, may_stage=True)
+        complete = only.group.receive(1, INSIDE_NO_SYNC)
 
         assert not complete
         assert only.both(1) is True

@@ -1,5 +1,7 @@
 """The one entry through which gradients come in: staged or stored, each is in its place once, and nothing else is."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from fake_device import Device
@@ -34,7 +36,7 @@ class Group:
     """
 
     def __init__(self, params, *, zeroed=(), by_hand=0.0, streams=None, may_stage=True):
-        self.params, self.may_stage = list(params), may_stage
+        self.params, self.backward = list(params), SimpleNamespace(is_last=True, may_stage=may_stage)
         named = {str(position): param for position, param in enumerate(self.params)}
         order = tuple(named)  # otherwise the last parameter comes first
         config = DistributedDataParallelConfig(bucket_order=order)
@@ -52,7 +54,7 @@ class Group:
         for position, slot in enumerate(self.group.slots):
             slot.state = GradState.CLEAN if position in zeroed else GradState.STALE
             slot.view.fill_(by_hand if position in zeroed else EARLIER)
-        self.counts, self.completed_by = True, []
+        self.completed_by = []
 
     @property
     def readiness(self):
@@ -68,12 +70,14 @@ class Group:
 
     def receive(self, param):
         position = self.group.position_of[id(param)]
-        if self.group.receive(position, counts=self.counts, may_stage=self.may_stage):
+        if self.group.receive(position, self.backward):
             self.completed_by.append(position)
 
     def arrive(self, position, value, *, counts=True):
         """Do what autograd and the hook do; return whether the group is complete."""
-        param, self.counts = self.params[position], counts
+        param = self.params[position]
+        if self.backward.is_last is not counts:
+            self.backward = SimpleNamespace(is_last=counts, may_stage=self.backward.may_stage)
         grad = torch.full(param.shape, float(value), dtype=param.dtype)
         if param.grad is None:
             param.grad = grad
@@ -281,7 +285,7 @@ class TestWhenGradientsAreStored:
     def test_the_first_one_of_a_backward_decides_for_all_of_it(self):
         group = small(6, may_stage=False)
         group.arrive(0, 1)
-        group.may_stage = True
+        group.backward.may_stage = True
         group.arrive(1, 1)
         stored_in_the_first = group.stored[:2]
 
@@ -481,7 +485,7 @@ def test_gradients_are_stored_on_the_stream_that_has_computed_them():
     device.current_stream_id = 2
     group.params[2].grad = torch.ones(3)
     with torch.no_grad():
-        group.group.receive(2, counts=True, may_stage=True)  # its hook looks first where it is, so it comes the long way
+        group.group.receive(2, group.backward)  # its hook looks first where it is, so it comes the long way
     device.current_stream_id = 3
     group.group.end_backward()
 

@@ -6,8 +6,9 @@ import torch
 from megabucket.comm import LocalCommunicator
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.config.resolve import resolve_step
-from megabucket.ddp.fence import Fence, Report
-from megabucket.ddp.guards import Problem
+from megabucket.ddp.calls import open_call
+from megabucket.ddp.fence import Fence
+from megabucket.ddp.report import Problem, Report
 from megabucket.errors import CallMismatchError, ConfigError, LayoutMismatchError, PeerFailedError, PhaseError
 from megabucket.planning.simulate import FENCE as PLANNED_FENCE
 from megabucket.testing import LoopbackWorld
@@ -153,7 +154,7 @@ class TestWhatIsSent:
         assert (world.schedule(0), world.schedule(1)) == ((FENCE,), ())
         assert fences[0].is_sent
         assert not fences[1].is_sent
-        assert fences[0]._communicator.progress.phase == "fence"
+        assert fences[0].communicator.progress.phase == "fence"
 
     def test_the_reports_of_all_ranks_come_in_rank_order(self):
         world, fences = ranks_of(2)
@@ -198,7 +199,7 @@ class TestCalls:
 
     def answers(self, *calls, **fields):
         world, fences = ranks_of(len(calls), **fields)
-        return world.run(lambda rank: fences[rank].call(*calls[rank], step=3))
+        return world.run(lambda rank: open_call(fences[rank], *calls[rank], step=3))
 
     @pytest.mark.parametrize("has_fence", [True, False], ids=["fence", "no fence"])
     def test_ranks_in_the_same_call_go_on(self, has_fence):
@@ -225,7 +226,7 @@ class TestCalls:
     def test_a_call_is_one_small_collective_with_its_name(self):
         world, fences = ranks_of(2)
 
-        world.run(lambda rank: fences[rank].call("rebuild", [("a", 1)], None))
+        world.run(lambda rank: open_call(fences[rank], "rebuild", [("a", 1)], None))
 
         assert world.schedule(0) == world.schedule(1) == (FENCE.replace("fence", "rebuild"),)
 
@@ -245,7 +246,7 @@ class TestCalls:
     def test_of_ranks_with_the_same_entries_one_sends_its_own(self):
         world, fences = ranks_of(3)
 
-        answers = world.run(lambda rank: fences[rank].call("wrap", [("w", (4, 4, 5)[rank])], None))
+        answers = world.run(lambda rank: open_call(fences[rank], "wrap", [("w", (4, 4, 5)[rank])], None))
 
         assert [error.differences for error, _ in answers] == [("entry 0: rank 0 has w 4, rank 2 has w 5",)] * 3
         labels = [line.partition(" [")[0] for line in world.schedule(0)]
@@ -275,7 +276,7 @@ class TestCalls:
 
         def play(rank):
             if rank == 0:
-                return fences[0].call("check_replicas()", [], None)
+                return open_call(fences[0], "check_replicas()", [], None)
             fences[1].send(Report(1, sent_buckets=True))
             return fences[1].take(lambda: Report(1))
 
@@ -342,5 +343,5 @@ class TestWithoutOthers:
     def test_a_call_fails_by_a_failure_of_its_own_only(self):
         fence, refusal = fence_on(LocalCommunicator()), ConfigError("no")
 
-        assert fence.call("wrap", [("a", 1)], None) == (None, ())
-        assert fence.call("wrap", [("a", 1)], refusal) == (refusal, ())
+        assert open_call(fence, "wrap", [("a", 1)], None) == (None, ())
+        assert open_call(fence, "wrap", [("a", 1)], refusal) == (refusal, ())

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megabucket.ddp.guards import number_of, read_hyperparameters, texts_of
+from megabucket.ddp.report import number_of, read_hyperparameters, texts_of
 
 
 def groups(**values):

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megabucket.ddp.fence import Report, StepCounters, describe, step_number_of
-from megabucket.ddp.guards import Problem
+from megabucket.ddp.report import Problem, Report, StepCounters, describe, step_number_of
 from megabucket.errors import ConfigError
 
 HYPERPARAMETERS = (("lr of group 0", 0.25),)

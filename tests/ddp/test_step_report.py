@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabucket.ddp.fence import RECORD_BYTES, Report
-from megabucket.ddp.guards import Problem
+from megabucket.ddp.report import RECORD_BYTES, Problem, Report
 
 FAILURE = Problem("PeerFailedError", {"phase": "forward", "cause": "ValueError: boom"})
 FULL = Report(

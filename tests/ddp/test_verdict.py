@@ -2,8 +2,7 @@
 
 import pytest
 
-from megabucket.ddp.fence import Report, resolve_error
-from megabucket.ddp.guards import Problem
+from megabucket.ddp.report import Problem, Report, resolve_error
 from megabucket.errors import (
     CallMismatchError,
     DetachedGradError,

@@ -16,7 +16,7 @@ from megabucket.checkpoint.capture import to_host
 from megabucket.checkpoint.format import Snapshot
 from megabucket.comm import LocalCommunicator, ReduceOp, ReduceScatter
 from megabucket.comm.gloo import Plan
-from megabucket.ddp.hooks import BackwardWatch
+from megabucket.ddp.backward import Backward
 from megabucket.errors import ConcurrentBackwardError
 from megabucket.fused import kernels
 from megabucket.optim.norm import l2_norm
@@ -34,31 +34,32 @@ def device(monkeypatch):
 class Follower:
     """Follows a backward whose end autograd does not keep here."""
 
+    backward = None
+
     def abandon_backward(self) -> None:
         pass
 
 
 class TestOneBackwardAtATime:
-    @pytest.fixture
-    def watch(self, monkeypatch):
+    @pytest.fixture(autouse=True)
+    def _autograd(self, monkeypatch):
         monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", SimpleNamespace(queue_callback=lambda _: None))
         monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: self.task_id)
-        return BackwardWatch()
 
-    def test_two_backwards_in_the_thread_of_a_device_are_two(self, watch):
+    def test_two_backwards_in_the_thread_of_a_device_are_two(self):
         self.task_id = 1
-        watch.open(Follower())
+        backward = Backward(Follower())
         self.task_id = 2
 
         with pytest.raises(ConcurrentBackwardError):
-            watch.check_is_one(rank=0)
+            backward.check_is_this(rank=0)
 
-    def test_one_backward_in_the_threads_of_device_and_host_is_one(self, watch):
+    def test_one_backward_in_the_threads_of_device_and_host_is_one(self):
         self.task_id, found = 1, []
-        watch.open(Follower())
+        backward = Backward(Follower())
 
         def in_the_other_thread():
-            watch.check_is_one(rank=0)
+            backward.check_is_this(rank=0)
             found.append("one")
 
         thread = threading.Thread(target=in_the_other_thread)

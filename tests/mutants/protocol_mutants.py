@@ -12,11 +12,11 @@ from megabucket.buffer.bucket_group import Readiness
 from megabucket.buffer.finite import FiniteTest, NonFiniteParam
 from megabucket.buffer.grad_slot import GradSlot, GradState
 from megabucket.comm.exchange import Answer, Gate
-from megabucket.ddp import fence, hooks, step
-from megabucket.ddp.fence import Fence, Report, StepCounters
-from megabucket.ddp.guards import ModelWatch
-from megabucket.ddp.hooks import BackwardWatch
+from megabucket.ddp import backward, report, step
+from megabucket.ddp.fence import Fence
+from megabucket.ddp.module_watch import ModelWatch
 from megabucket.ddp.param_gather import ParamGather
+from megabucket.ddp.report import Report, StepCounters
 from megabucket.ddp.step import GradSync, StepState
 from megabucket.errors import MegabucketError
 from megabucket.optim import distributed_optimizer
@@ -111,7 +111,7 @@ def broken_rank_goes_on(patch):
 
     def break_off(self, phase, cause):
         original(self, phase, cause)
-        self.broken, self.state = None, StepState.AGREED
+        self.broken, self.state = None, StepState.COMMITTED if self.updates_jointly else StepState.PUBLISHED
 
     patch.setattr(GradSync, "break_off", break_off)
 
@@ -177,7 +177,7 @@ def withheld_gradient_gives_way(patch):
 
 def staged_gradients_outlive_a_failure(patch):
     def drop_staged(self):
-        self._is_taking, self.staging.room = False, 0
+        self._backward, self.staging.room = None, 0
 
     patch.setattr(_ParamAndGradBucketGroup, "drop_staged", drop_staged)
 
@@ -302,13 +302,13 @@ def fence_not_awaited(patch):
 
 
 def reports_guessed(patch):
-    original = Fence._exchange_reports
+    original = Fence.exchange_reports
 
     def exchange_reports(self, report):
         own = Report.from_bytes(report.to_bytes())
         return [replace(own, rank=rank) for rank in range(len(original(self, report)))]
 
-    patch.setattr(Fence, "_exchange_reports", exchange_reports)
+    patch.setattr(Fence, "exchange_reports", exchange_reports)
 
 
 def error_on_one_rank_only(patch):
@@ -316,21 +316,21 @@ def error_on_one_rank_only(patch):
 
     def take(self, name_culprits):
         reports = original(self, name_culprits)
-        own = self._communicator.rank
+        own = self.communicator.rank
         return reports if reports and reports[own].problems else []
 
     patch.setattr(Fence, "take", take)
 
 
 def error_about_the_wrong_rank(patch):
-    original = fence._problems
+    original = report._problems
 
     def problems(step, reports, kinds):
         for error in original(step, reports, kinds):
             rank = (error.rank + 1) % len(reports)
             yield type(error)(step=step, rank=rank, phase=error.phase, cause=error.cause)
 
-    patch.setattr(fence, "_problems", problems)
+    patch.setattr(report, "_problems", problems)
 
 
 def second_vote_left_out(patch):
@@ -392,10 +392,7 @@ def caught_error_can_be_stepped_on(patch):
 
 
 def end_of_backward_unnoticed(patch):
-    def open_without_callback(self, _):
-        self.running = torch._C._current_graph_task_id()
-
-    patch.setattr(BackwardWatch, "open", open_without_callback)
+    patch.setattr(backward, "_EndOfBackward", lambda *_: nothing)
 
 
 def no_sync_is_a_switch(patch):
@@ -838,7 +835,7 @@ MUTANTS = [
     ),
     Mutant(
         "exception in backward unnoticed",
-        without(hooks._EndOfBackward, "__del__"),
+        without(backward._EndOfBackward, "__del__"),
         SCENARIOS["exception without a block"],
         HUNG,
         "CollectiveDeadlockError",

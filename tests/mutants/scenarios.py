@@ -361,7 +361,7 @@ def send_a_bucket_again(player):
 
 def go_where_no_way_leads(player):
     player.begin()
-    player.must_raise(InvariantError, lambda: player.ddp.sync.enter(StepState.AGREED))
+    player.must_raise(InvariantError, lambda: player.ddp.sync.enter(StepState.PUBLISHED))
     player.microbatches()
     player.update()
 

@@ -9,8 +9,8 @@ from one_of_many import OneOfMany
 import megabucket as mb
 from megabucket.comm import AllGather, AllReduce, Broadcast, ReduceOp, ReduceScatter, exchange
 from megabucket.config.resolve import resolve_step
-from megabucket.ddp.fence import Fence, Report
-from megabucket.ddp.guards import Problem
+from megabucket.ddp.fence import Fence
+from megabucket.ddp.report import Problem, Report
 from megabucket.errors import LayoutMismatchError, MegabucketError, PeerFailedError, ReplicasDivergedError, UnusedParameterError
 from megabucket.testing import ListRecorder, LoopbackWorld
 from megabucket.testing.loopback import MismatchedCollectiveError

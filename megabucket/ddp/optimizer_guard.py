@@ -1,0 +1,139 @@
+"""Watches the steps of plain torch optimizers on the parameters of a wrapper, and counts them for the fence."""
+
+from __future__ import annotations
+
+import math
+import weakref
+import zlib
+from collections.abc import Iterable, Mapping
+from itertools import repeat
+from operator import attrgetter, is_not, itemgetter
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from megabucket.buffer import dtype_name
+from megabucket.ddp.hooks import shared_hook_in
+from megabucket.ddp.report import Hyperparameters, number_of, read_hyperparameters
+from megabucket.ddp.step import GradSync
+from megabucket.errors import ConfigError, PlainOptimizerError
+
+_requires_grad: Final = attrgetter("requires_grad")
+_PLACES: Final = ("main_grad", "main_grad_copy_in_grad_buffer")
+_params: Final = itemgetter("params")
+_grad: Final = attrgetter("grad")
+
+_ADAMS: Final = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)  # AdamW is an Adam
+
+
+class _Held(NamedTuple):
+    """The parameters of a wrapper in a plain optimizer."""
+
+    sizes: tuple[int, ...]  # of its groups, when they were read
+    names: list[str]
+    params: list[torch.nn.Parameter]
+    members: Hyperparameters  # a checksum of the parameter names of each group
+
+
+class PlainOptimizerGuard:
+    """Watches optimizer steps on the parameters of one wrapper until it is removed or garbage collected."""
+
+    def __init__(self, params: Mapping[str, torch.nn.Parameter], sync: GradSync, *, rank: int) -> None:
+        self._names = {id(param): name for name, param in params.items()}
+        self._has_mixed_dtypes = any(slot.view.dtype != slot.param.dtype for group in sync.groups for slot in group.slots)
+        self._sync = sync
+        self._rank = rank
+        self._held: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Held] = weakref.WeakKeyDictionary()
+        self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # in which step
+        shared_hook_in(_global_optimizer_pre_hooks, register_optimizer_step_pre_hook).add(self.check)
+        shared_hook_in(_global_optimizer_post_hooks, register_optimizer_step_post_hook).add(self.note_update)
+
+    def remove(self) -> None:
+        """Stop watching."""
+        self._names.clear()  # so no optimizer counts as holding parameters of the wrapper
+        self._held.clear()
+
+    def note_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Count an update of parameters of the wrapper: all ranks must make equally many."""
+        held = self._held_by(optimizer)
+        if held.params:
+            # With several reduction groups, ranks may hold different parameters.
+            members = held.members if self._sync.ranks.has_same_params else ()
+            self._sync.counters.note_update((*read_hyperparameters(optimizer.param_groups), *members))
+            self._stepped[optimizer] = self._sync.step
+            self._sync.pause()
+
+    def _held_by(self, optimizer: torch.optim.Optimizer) -> _Held:
+        """Return what an optimizer holds, read once and again when the size of a group changes."""
+        groups = optimizer.param_groups
+        sizes = tuple(map(len, map(_params, groups)))
+        known = self._held.get(optimizer)
+        if known is None or known.sizes != sizes:
+            names = [[self._names.get(id(param), "") for param in group["params"]] for group in groups]
+            sums = [zlib.crc32("\n".join(sorted(of_group)).encode(errors="surrogatepass")) for of_group in names]
+            texts = [f"{size} with CRC-32 {of_names:08x} of their names" for size, of_names in zip(sizes, sums, strict=True)]
+            members = tuple((f"parameters of group {index}", text) for index, text in enumerate(texts))
+            params = [param for group in groups for param in group["params"] if id(param) in self._names]
+            known = _Held(sizes, [name for of_group in names for name in of_group if name], params, members)
+            self._held[optimizer] = known
+        return known
+
+    def check(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Refuse a step that would use gradients of the wrapper that were not reduced.
+
+        Raises:
+            PlainOptimizerError: the gradients are reduce-scattered.
+            PhaseError: an error was raised about these gradients and caught.
+            UnreducedGradientsError: no sync has finished on them.
+            ConfigError: a learning rate is not finite, or the optimizer cannot mix the dtypes of parameters and gradients.
+        """
+        held = self._held_by(optimizer)
+        if not any(map(_requires_grad, held.params)):
+            return
+        if self._sync.policy.is_sharded:
+            raise PlainOptimizerError(optimizer=type(optimizer).__name__, params=held.names, rank=self._rank)
+        try:
+            check_learning_rates(optimizer.param_groups)
+        except ConfigError as error:
+            self._sync.refuse_update(error)
+            raise
+        grads = list(map(_grad, held.params))
+        # A second step on the same gradients is allowed, but not on others that have replaced them.
+        is_stale = self._stepped.get(optimizer) == self._sync.step and any(
+            grad is not None
+            and all(grad is not getattr(param, name, None) for name in _PLACES)  # a replaced parameter has none
+            for grad, param in zip(grads, held.params, strict=True)
+        )
+        self._sync.check_may_update(has_grads=any(map(is_not, grads, repeat(None))), is_stale=is_stale)
+        is_picky = isinstance(optimizer, _ADAMS) or any(group.get("fused") for group in optimizer.param_groups)
+        if not (self._has_mixed_dtypes and is_picky):
+            return
+        for name, param in zip(held.names, held.params, strict=True):
+            if param.grad is not None and param.grad.dtype != param.dtype:  # torch's error would be unclear
+                raise ConfigError(
+                    f"torch's {type(optimizer).__name__} cannot mix dtypes in a step, and {name!r} is "
+                    f"{dtype_name(param.dtype)} with a {dtype_name(param.grad.dtype)} gradient (grad_reduce_in_fp32=True). "
+                    "Wrap the optimizer: megabucket.DistributedOptimizer(optimizer, ddp) works in both modes and keeps float32 "
+                    "main parameters; or set grad_reduce_in_fp32=False."
+                )
+
+
+def check_learning_rates(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse a learning rate that is not finite. A tensor on a device is not read.
+
+    Raises:
+        ConfigError: it is not finite.
+    """
+    for index, group in enumerate(groups):
+        rate = number_of(group.get("lr"))
+        if isinstance(rate, float) and not math.isfinite(rate):
+            raise ConfigError(
+                f"the learning rate of parameter group {index} is {rate}: every weight of the group would be nan or infinite "
+                "after this step. Look at the scheduler, or at the code that computes the rate; nothing was updated."
+            )
