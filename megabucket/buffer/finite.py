@@ -129,6 +129,27 @@ def any_beyond(tests: Iterable[FiniteTest]) -> torch.Tensor | None:
     return functools.reduce(torch.logical_and, are_within).logical_not_() if are_within else None
 
 
+def find_nonfinite(
+    tests: Sequence[tuple[int, FiniteTest]], communicator: Communicator, *, num_buckets: int
+) -> dict[str, str | int]:
+    """Return the fields of a ``NonFiniteGradientError`` about the findings of tests; empty if all gradients are finite.
+
+    Args:
+        tests: each with the index of its bucket group.
+    """
+    is_bad = any_beyond(test for _, test in tests)
+    if is_bad is not None and communicator.read(is_bad, label="finite test"):
+        for _, test in tests:
+            if bool(any_beyond([test])):
+                test.name_culprits()  # only now does the host know of them
+    found = [(index, one) for index, test in tests for one in test.found]
+    if not found:
+        return {}
+    bucket, first = found[0]
+    counts = {"num_buckets": num_buckets, "num_others": len(found) - 1}
+    return {"param": first.param, "bucket": bucket, "finding": first.finding, **counts}
+
+
 def describe_nonfinite(grad: torch.Tensor) -> str:
     """Describe the values of a gradient that are not finite; empty if all are.
 

@@ -57,10 +57,6 @@ class Backward:
         """Whether gradients may be moved out of ``param.grad`` for a while."""
         torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(self, weakref.ref(follower)))
 
-    def begin_taking(self, *, is_last: bool, may_stage: bool) -> None:
-        """Note the first gradient."""
-        self.is_taking, self.is_last, self.may_stage = True, is_last, may_stage
-
     def is_gone(self) -> bool:
         """Return whether it has failed without notice, because an interrupt or its thread prevented that."""
         return self.has_failed or (torch._C._current_graph_task_id() < 0 and threading.current_thread() is self._thread)

@@ -2,7 +2,7 @@
 
 A call opens with the message of the fence, so ranks in different calls, or in a call and a step, see alike that they differ.
 Then the entries that must be equal are compared: over all ranks, or inside each reduction group. What happens to an open step
-meanwhile is decided by ``GradSync.call``; when there is no step yet, ``calling`` opens a call.
+meanwhile is the step's to decide (``InterruptedStep``); before there is one, ``calling`` opens a call.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import zip_longest
-from typing import Final
+from typing import Any, Final, Protocol
 
 import torch
 
 from megabucket.comm import Communicator, exchange
+from megabucket.ddp.backward import refuse_in_backward
 from megabucket.ddp.fence import Fence
 from megabucket.ddp.groups import DENSE, RankGroups, copies_key
 from megabucket.ddp.report import Entry, Problem, Report, fingerprint_of, resolve_error
@@ -73,6 +74,78 @@ def opening(agree: Callable[[Call, Exception | None], None]) -> Iterator[Call]:
         raise
     if not call.is_open:
         call.open()
+
+
+class InterruptedStep(Protocol):
+    """The step of a wrapper, as its calls see it."""
+
+    num_calls: int
+    """Number of collective calls that were entered."""
+
+    def settle(self) -> None:
+        """Conclude a step that this rank has given up, if there is one."""
+
+    def enter_call(self, label: str, call: Call, failure: Exception | None) -> Any:
+        """Enter a call together with all ranks, or raise the same error on all. Returns the state to go back to."""
+
+    def leave_call(self, before: Any) -> None:
+        """Go back to the state before the call."""
+
+    def fail_in_call(self, label: str, error: BaseException, *, has_begun: bool = False) -> None:
+        """Break the wrapper, if the exception leaves this rank at another place than the others."""
+
+
+@contextmanager
+def making(step: InterruptedStep, label: str) -> Iterator[Call]:
+    """Make a collective call: the block prepares this rank's side, opens the call, and exchanges.
+
+    An exception before ``open`` fails the call on all ranks, which go on. One after it, even an interrupt, breaks the wrapper
+    on all ranks, because the others are in the exchange. Errors that all ranks find alike in the exchange are raised after the
+    block.
+
+    Args:
+        label: of the call; the part before a colon is its name.
+
+    Raises:
+        CallMismatchError: some rank is in another call, or in a step.
+        LayoutMismatchError: entries differ.
+        PeerFailedError: some ranks failed, or all but with different errors.
+        Exception: that of the block, where all ranks failed alike.
+    """
+    refuse_in_backward(_phase_of(label))
+    step.settle()
+    before = None
+
+    def agree(call: Call, failure: Exception | None) -> None:
+        nonlocal before
+        before = step.enter_call(label, call, failure)
+
+    try:
+        with opening(agree) as call:
+            yield call
+        step.leave_call(before)
+    except BaseException as error:
+        step.fail_in_call(label, error)
+        raise
+
+
+@contextmanager
+def making_several(step: InterruptedStep, label: str) -> Iterator[None]:
+    """Make several collective calls, each of which goes on from what the ones before have changed on all ranks.
+
+    Errors that all ranks find alike leave the block. Any other exception after the first call has begun, even an interrupt,
+    breaks the wrapper on all ranks: at the next try this rank would be at another place than they.
+
+    Args:
+        label: as for ``making``.
+    """
+    num_calls = step.num_calls
+    try:
+        yield
+    except BaseException as error:
+        has_begun = step.num_calls > num_calls and not isinstance(error, MegabucketError)
+        step.fail_in_call(label, error, has_begun=has_begun)
+        raise
 
 
 def calling(label: str, ranks: RankGroups, device: torch.device) -> AbstractContextManager[Call]:

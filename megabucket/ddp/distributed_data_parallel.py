@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megabucket.buffer import ParamAndGradBuffer, ParamPhase, _ParamAndGradBucketGroup
+from megabucket.buffer import GradPhase, ParamAndGradBuffer, ParamPhase, _ParamAndGradBucketGroup
 from megabucket.comm import Communicator, Exchange
 from megabucket.comm.communicator import Progress
 from megabucket.comm.device import profiler_range
@@ -46,7 +46,7 @@ from megabucket.ddp.wrap import (
     prepare_rebuild,
     restore_prefix,
 )
-from megabucket.errors import ConfigError, MegabucketError, log_once, refuse_copies
+from megabucket.errors import ConfigError, MegabucketError, PhaseError, log_once, refuse_copies
 from megabucket.layout import ModelLayout
 from megabucket.layout.identity import ParamIdentity, by_place
 from megabucket.trace import ProfilerRanges, Recorder, StepRecorder, StepTrace
@@ -321,7 +321,12 @@ class DistributedDataParallel(torch.nn.Module):
             PhaseError: a collective owns some of the gradients.
             ConfigError: the factor is not finite.
         """
-        self.sync.check_not_in_flight("scale_gradients()")
+        busy = [group.index for group in self.bucket_groups if group.grad_phase is GradPhase.IN_FLIGHT]
+        if busy:
+            raise PhaseError(
+                f"scale_gradients() would touch the gradients of bucket groups {busy[:5]} while a collective owns them; "
+                "call finish_grad_sync() first."
+            )
         value = float(self.communicator.read(factor, label="a factor") if isinstance(factor, torch.Tensor) else factor)
         if not math.isfinite(value):
             raise ConfigError(

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megabucket.buffer import _ParamAndGradBucketGroup, refuse_pickles
 from megabucket.buffer.bucket_group import LARGE_BYTES
+from megabucket.ddp.report import StepCounters
 from megabucket.errors import PhaseError
 
 GradHook = Callable[[torch.Tensor], None]
@@ -34,11 +35,10 @@ _NONE: Final = -2
 class HookedStep(Protocol):
     """The step of one wrapper, as hooks see it."""
 
+    counters: StepCounters
+
     def begin_forward(self) -> None:
         """Note that a training forward begins."""
-
-    def end_forward(self) -> Callable[[], None]:
-        """Note that it has ended. Returns a callback for when a backward reaches it."""
 
     def begin_backward(self) -> None:
         """Note that a backward has reached an output of the module."""
@@ -235,7 +235,7 @@ def watch_forwards(
             if module.training:
                 sync.fail("forward", error)
             return
-        note_reached = sync.end_forward() if module.training else None
+        note_reached = sync.counters.reached_forward() if module.training else None
         if not _watch_outputs(output, sync, note_reached) and note_reached is not None:
             note_reached()  # no backward can start here
 

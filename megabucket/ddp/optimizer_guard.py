@@ -21,8 +21,8 @@ from torch.optim.optimizer import (
 from megabucket.buffer import dtype_name
 from megabucket.ddp.hooks import shared_hook_in
 from megabucket.ddp.report import Hyperparameters, number_of, read_hyperparameters
-from megabucket.ddp.step import GradSync
-from megabucket.errors import ConfigError, PlainOptimizerError
+from megabucket.ddp.step import AGREED, GradSync, StepState
+from megabucket.errors import ConfigError, PlainOptimizerError, UnreducedGradientsError
 
 _requires_grad: Final = attrgetter("requires_grad")
 _PLACES: Final = ("main_grad", "main_grad_copy_in_grad_buffer")
@@ -110,7 +110,7 @@ class PlainOptimizerGuard:
             and all(grad is not getattr(param, name, None) for name in _PLACES)  # a replaced parameter has none
             for grad, param in zip(grads, held.params, strict=True)
         )
-        self._sync.check_may_update(has_grads=any(map(is_not, grads, repeat(None))), is_stale=is_stale)
+        self._check_is_reduced(has_grads=any(map(is_not, grads, repeat(None))), is_stale=is_stale)
         is_picky = isinstance(optimizer, _ADAMS) or any(group.get("fused") for group in optimizer.param_groups)
         if not (self._has_mixed_dtypes and is_picky):
             return
@@ -122,6 +122,27 @@ class PlainOptimizerGuard:
                     "Wrap the optimizer: megabucket.DistributedOptimizer(optimizer, ddp) works in both modes and keeps float32 "
                     "main parameters; or set grad_reduce_in_fp32=False."
                 )
+
+    def _check_is_reduced(self, *, has_grads: bool, is_stale: bool) -> None:
+        """Refuse a step on gradients that were not reduced.
+
+        Args:
+            has_grads: whether the optimizer would find any.
+            is_stale: whether it has already stepped on the reduced gradients, and would now find others.
+
+        Raises:
+            PhaseError: an error about the gradients was raised before, and caught.
+            UnreducedGradientsError: they are local.
+        """
+        sync = self._sync
+        sync.check_not_dropped()
+        if sync.state is StepState.LAUNCHING and sync.policy.finishes_with_backward and sync.policy.unused_is_zero:
+            sync.finish()  # a backward had no gradient, and the other ranks wait for zeros
+        elif sync.state is StepState.LAUNCHING or (has_grads and (sync.state not in AGREED or is_stale)):
+            error = UnreducedGradientsError(rank=self._rank, in_backward=sync.backward is not None)
+            sync.refuse_update(error)
+            raise error
+        sync.ranks.step.progress.enter(sync.step, "optimizer")
 
 
 def check_learning_rates(groups: Iterable[Mapping[str, Any]]) -> None:

@@ -13,6 +13,7 @@ import marshal
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -242,6 +243,18 @@ class StepCounters:
         if param not in late.fields["params"]:
             late.fields["params"].append(param)
 
+    def note_delayed(self, param: str, finding: str) -> None:
+        """Note a problem of a gradient that is computed outside backward. The error describes the first problem."""
+        problem = Problem(errors.DelayedGradientError.__name__, {"params": [], "finding": finding})
+        params = self.problems.setdefault("delayed", problem).fields["params"]
+        if param not in params:
+            params.append(param)
+
+    def note_unused(self, params: Sequence[str], *, bucket: int) -> None:
+        """Note parameters without a gradient in this step. The error names the bucket of the first ones."""
+        problem = Problem(errors.UnusedParameterError.__name__, {"params": [], "bucket": bucket})
+        self.problems.setdefault("unused", problem).fields["params"] += params
+
     @property
     def late_phase(self) -> str:
         """Phase of the bucket of the first late gradient; empty without one."""
@@ -262,6 +275,19 @@ class StepCounters:
     def note_grad_scale(self, factor: float) -> None:
         """Note that the reduced gradients were multiplied."""
         self._grad_scale *= factor
+
+    @contextmanager
+    def comparing(self, grad_change: str) -> Iterator[None]:
+        """Compare, in the fences of the block, which change of the reduced gradients each rank makes after them."""
+        self.grad_change = grad_change
+        try:
+            yield
+        finally:
+            self.grad_change = ""
+
+    def announce_update(self, hyperparameters: Hyperparameters) -> None:
+        """Note the hyperparameters of the coming update, which the fence compares if the optimizer commits to it there."""
+        self.hyperparameters = hyperparameters
 
     def note_update(self, hyperparameters: Hyperparameters) -> None:
         """Count an optimizer step on gradients of an agreed step.

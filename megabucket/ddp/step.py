@@ -41,25 +41,23 @@ from __future__ import annotations
 import enum
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType, TracebackType
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from megabucket.buffer import GradPhase, _ParamAndGradBucketGroup
-from megabucket.buffer.finite import FiniteTest, any_beyond
 from megabucket.config.resolve import StepPolicy
 from megabucket.ddp.backward import Backward, refuse_in_backward
-from megabucket.ddp.calls import Call, agree_on_call, opening
+from megabucket.ddp.calls import Call, agree_on_call, making, making_several
 from megabucket.ddp.fence import Fence
 from megabucket.ddp.groups import RankGroups
 from megabucket.ddp.module_watch import ModelWatch
-from megabucket.ddp.report import CLEARED, Hyperparameters, Problem, Report, all_have_left, describe, resolve_error
+from megabucket.ddp.report import CLEARED, Report, all_have_left, describe, resolve_error
+from megabucket.ddp.schedule import Schedule
 from megabucket.errors import (
-    ConfigError,
-    DelayedGradientError,
     ForkedProcessError,
     GroupDestroyedError,
     InvariantError,
@@ -69,7 +67,6 @@ from megabucket.errors import (
     PeerLostError,
     PhaseError,
     UnreducedGradientsError,
-    UnusedParameterError,
     WrapperBrokenError,
 )
 from megabucket.trace.step_recorder import BETWEEN_STEPS, PAUSE
@@ -89,29 +86,22 @@ class StepState(enum.Enum):
     BROKEN = "broken"  # nothing more can be sent
 
 
+AGREED: Final = (StepState.PUBLISHED, StepState.COMMITTED)
+"""States in which all ranks are whole and the buckets hold reduced gradients."""
+_BEFORE_THE_FENCE: Final = frozenset({StepState.IDLE, StepState.OPEN, StepState.LAUNCHING, *AGREED})
+"""States in which this rank may still give up its step, or make a call, to which it returns."""
+_ASIDE: Final = frozenset({StepState.GIVING_UP, StepState.CALL})
+
 _TRANSITIONS: Final[Mapping[StepState, frozenset[StepState]]] = MappingProxyType(
     {
-        StepState.IDLE: frozenset({StepState.OPEN, StepState.LAUNCHING, StepState.GIVING_UP, StepState.CALL}),
-        StepState.OPEN: frozenset({StepState.LAUNCHING, StepState.GIVING_UP, StepState.CALL, StepState.IDLE}),
-        StepState.LAUNCHING: frozenset({StepState.FENCED, StepState.GIVING_UP, StepState.CALL}),
+        StepState.IDLE: _ASIDE | {StepState.OPEN, StepState.LAUNCHING},
+        StepState.OPEN: _ASIDE | {StepState.LAUNCHING, StepState.IDLE},
+        StepState.LAUNCHING: _ASIDE | {StepState.FENCED},
         StepState.FENCED: frozenset({StepState.PUBLISHED, StepState.COMMITTED, StepState.IDLE}),
-        StepState.PUBLISHED: frozenset(
-            {StepState.IDLE, StepState.OPEN, StepState.COMMITTED, StepState.GIVING_UP, StepState.CALL}
-        ),
-        StepState.COMMITTED: frozenset(
-            {
-                StepState.IDLE,
-                StepState.OPEN,
-                StepState.PUBLISHED,
-                StepState.FENCED,
-                StepState.GIVING_UP,
-                StepState.CALL,
-            }
-        ),
+        StepState.PUBLISHED: _ASIDE | {StepState.IDLE, StepState.OPEN, StepState.COMMITTED},
+        StepState.COMMITTED: _ASIDE | {StepState.IDLE, StepState.OPEN, StepState.PUBLISHED, StepState.FENCED},
         StepState.GIVING_UP: frozenset({StepState.IDLE}),
-        StepState.CALL: frozenset(
-            {StepState.IDLE, StepState.OPEN, StepState.LAUNCHING, StepState.PUBLISHED, StepState.COMMITTED}
-        ),
+        StepState.CALL: _BEFORE_THE_FENCE,
         StepState.BROKEN: frozenset(),
     }
 )
@@ -123,8 +113,6 @@ _DETACH, _MIDDLE = "detach()", "its wrapper was detached in the middle of a step
 
 REPORTED: Final = (StepState.FENCED, StepState.CALL)
 """States in which the other ranks have this rank's report, so that a failure breaks the wrapper."""
-AGREED: Final = (StepState.PUBLISHED, StepState.COMMITTED)
-"""States in which all ranks are whole and the buckets hold reduced gradients."""
 UPDATING: Final = (StepState.FENCED, *AGREED)
 """States in which the other ranks update and gather, so that an optimizer that fails breaks the wrapper."""
 
@@ -157,13 +145,12 @@ class GradSync:
         self.policy = policy
         self._watch = watch
         self._backward_hooks = backward_hooks
-        self._sum_tests = [(group.index, group.sum_test) for group in groups if group.sum_test.flats]
-        self._delayed = [group for group in groups if group.delayed]
         self._communicator = self.ranks.step
         self._device = groups[0].buckets[0].grad_data.device
         self._fence = Fence(self._communicator, num_buckets=len(groups), policy=policy, device=self._device)
         self.counters = self._fence.counters
         """The contents of this rank's next report."""
+        self._schedule = Schedule(groups, self._communicator, self.counters)
         self.step = 0
         """Number of steps that all ranks agreed on or dropped."""
         self.last_error: MegabucketError | None = None
@@ -180,10 +167,11 @@ class GradSync:
         """Whether to gather whole gradients although the distributed optimizer is on."""
         self.updates_jointly = policy.is_sharded
         """Whether an update needs collectives: then all ranks make it or none, as the fence before it decides."""
-        self._num_launched = 0  # always a prefix of the groups
         self._is_leaving = False  # detach() waits for the other ranks, but not for long
         self._concludes_late = False  # forwards of the next step may begin before the step that was given up is concluded
-        self._no_sync_depth = self._num_blocks = self._num_calls = 0
+        self._no_sync_depth = self._num_blocks = 0
+        self.num_calls = 0
+        """Number of collective calls that were entered."""
         self.backward: Backward | None = None
         """The one that is running through the module."""
 
@@ -239,10 +227,6 @@ class GradSync:
             self.settle()
         self._begin("forward")
         self.counters.num_open_forwards += 1
-
-    def end_forward(self) -> Callable[[], None]:
-        """Note that a training forward has ended. Return a callback for when a backward reaches it."""
-        return self.counters.reached_forward()
 
     def _begin(self, phase: str) -> None:
         if self.state is StepState.IDLE or (self.state in AGREED and self.counters.num_updates):
@@ -359,9 +343,7 @@ class GradSync:
         if group.grad_phase is not GradPhase.ACCUMULATING:
             self._note_late(group, position)
         elif group.receive(position, backward) and self.policy.overlaps_grads:
-            # Strictly in launch order, in whatever order gradients arrive: all ranks must launch alike.
-            while self._num_launched < len(self.groups) and self.groups[self._num_launched].is_complete:
-                self._launch_next()
+            self._schedule.launch_complete()
 
     def _begin_taking(self, group: _ParamAndGradBucketGroup, position: int) -> Backward:
         """Prepare for the first gradient of a backward.
@@ -374,7 +356,7 @@ class GradSync:
             self._start_implicitly(group, position)
         # With create_graph=True autograd makes a new sum, which needs the previous gradient in param.grad.
         may_stage = not (torch.is_grad_enabled() or any(self._backward_hooks))
-        backward.begin_taking(is_last=self._no_sync_depth == 0, may_stage=may_stage)
+        backward.is_taking, backward.is_last, backward.may_stage = True, self._no_sync_depth == 0, may_stage
         if backward.is_last:
             self.enter(StepState.LAUNCHING)
         elif self.state is not StepState.LAUNCHING:
@@ -426,20 +408,16 @@ class GradSync:
             ConfigError: gradients of the parameter are taken from autograd.
             PhaseError: it comes after the gradient sync, or was added to values of an earlier step.
         """
-        group = next((group for group in self._delayed if group.position_of.get(id(param)) in group.delayed), None)
-        if group is None:
-            raise ConfigError(
-                f"grad_ready() was called with a parameter of shape {tuple(param.shape)} whose gradients are taken from "
-                "autograd: they would count twice. Set param.skip_backward_post_hook = True before wrapping if they are "
-                "computed outside backward."
-            )
+        group = self._schedule.delayed_group_of(param)
         self.settle()
         position = group.position_of[id(param)]
         with self.failing_on_all_ranks("grad_ready()"):
             if group.grad_phase is GradPhase.REDUCED:
                 if group.slots[position].name in group.missing:
                     # All ranks have taken the step without this gradient, so all of them learn it, at the next fence.
-                    self._note_delayed(group.slots[position].name, "has come after the gradients of its step were reduced")
+                    self.counters.note_delayed(
+                        group.slots[position].name, "has come after the gradients of its step were reduced"
+                    )
                 raise PhaseError(
                     f"grad_ready() was called for {group.slots[position].name!r} when the gradients of the step were reduced: "
                     "this one would be left out. Call it before finish_grad_sync() or the optimizer's step, and zero_grad() "
@@ -460,33 +438,12 @@ class GradSync:
         if getattr(slot.param, "zero_out_wgrad", False):
             return  # zeros, and gradients of the other end of a tied weight: taken with the delayed gradient
         if not (slot.param.grad is None or slot.param.grad_added_to_main_grad):  # type: ignore[attr-defined]
-            self._note_delayed(slot.name, "has come through autograd, in backward")
+            self.counters.note_delayed(slot.name, "has come through autograd, in backward")
         slot.param.grad, slot.param.grad_added_to_main_grad = None, False  # type: ignore[attr-defined]
 
-    def _note_delayed(self, name: str, finding: str) -> None:
-        """Note a problem of a delayed gradient. The error text describes the first problem."""
-        problem = Problem(DelayedGradientError.__name__, {"params": [], "finding": finding})
-        params = self.counters.problems.setdefault("delayed", problem).fields["params"]
-        if name not in params:
-            params.append(name)
-
     def _launch_delayed(self) -> None:
-        """Launch groups that a delayed gradient has completed. No backward is running."""
-        if self.state is not StepState.LAUNCHING or not self.policy.overlaps_grads:
-            return
-        for group in self._delayed:
-            group.note_delayed(self.counters.num_microbatches)
-        while self._num_launched < len(self.groups) and self.groups[self._num_launched].is_complete:
-            self._launch_next()
-            self.groups[self._num_launched - 1].withhold_grads()
-
-    def _check_delayed(self) -> None:
-        """Note parameters with fewer or more delayed gradients than backwards."""
-        expected = self.counters.num_microbatches
-        for group in self._delayed:
-            for position, count in group.delayed.items():
-                if count > expected or (count < expected and not group.policy.unused_is_zero):
-                    self._note_delayed(group.slots[position].name, f"has come {count} times in {expected} backwards")
+        if self.state is StepState.LAUNCHING and self.policy.overlaps_grads:
+            self._schedule.launch_delayed()
 
     def end_backward(self, backward: Backward) -> None:
         """Finish the sync if the end of a backward does so. Called by autograd; an error leaves ``backward()``.
@@ -504,7 +461,7 @@ class GradSync:
                     group.end_backward()
                     if self.state is StepState.LAUNCHING:
                         group.withhold_grads()
-                if self._delayed:
+                if self._schedule.delayed:
                     self._launch_delayed()
         self.pause()
 
@@ -514,7 +471,7 @@ class GradSync:
         Returns whether it had no gradients because the module has changed: an optimizer over the new parameters would never
         call this wrapper.
         """
-        may_be_empty = self.policy.unused_is_zero or bool(self._delayed)
+        may_be_empty = self.policy.unused_is_zero or bool(self._schedule.delayed)
         counts = backward.is_taking or (backward.has_reached_outputs and may_be_empty)
         self.counters.num_microbatches += counts
         is_empty = backward.has_reached_outputs and not backward.is_taking and self._no_sync_depth == 0
@@ -546,7 +503,8 @@ class GradSync:
         self.settle()
         if not self.is_reduced:
             with self.failing_on_all_ranks("start_grad_sync()"):
-                self._flush()
+                self.enter(StepState.LAUNCHING)
+                self._schedule.launch_rest()
 
     def finish(self, *, is_committing: bool = False, force_all_reduce: bool = False) -> None:
         """Launch the remaining groups, wait for all, and finish the reduced gradients. Idempotent.
@@ -595,65 +553,22 @@ class GradSync:
             if self.state is StepState.FENCED:
                 self._conclude_whole()
 
-    def _flush(self) -> None:
-        """Launch all groups that were not launched yet, complete or not."""
-        self.enter(StepState.LAUNCHING)
-        while self._num_launched < len(self.groups):
-            self._launch_next()
-
-    def _launch_next(self) -> None:
-        group = self.groups[self._num_launched]
-        self._communicator.progress.bucket = group.index
-        group.start_grad_sync()
-        self._num_launched += 1
-        if group.finite_test.found:
-            self._note_nonfinite()
-
     def _send_fence(self, *, is_committing: bool = False, unused_counts: bool = False) -> None:
         """Launch the groups that were not launched yet and the fence."""
-        problems = self.counters.problems
         if self._watch is not None and (change := self._watch.find_change()) is not None:
-            problems["change"] = change
-        if self._delayed:
-            self._check_delayed()
-        self._flush()
-        tests: list[FiniteTest] = []
-        for group in self.groups:
-            # Without a backward, values that the caller wrote into zeroed views count; views that had to be zeroed are unused.
-            unused = group.missing if self.counters.num_microbatches else group.cleared
-            if unused and unused_counts and not group.policy.unused_is_zero:
-                fields: dict[str, Any] = {"params": [], "bucket": group.index}
-                problems.setdefault("unused", Problem(UnusedParameterError.__name__, fields)).fields["params"] += unused
-            if group.finite_test.peaks:
-                tests.append(group.finite_test)
-                if group.streams is not None:
-                    group.streams.follow()
-        self._fence.send(self._report(is_committing=is_committing), any_beyond(tests) if tests else None)
+            self.counters.problems["change"] = change
+        if self._schedule.delayed:
+            self._schedule.note_delayed()
+        self.enter(StepState.LAUNCHING)
+        self._schedule.launch_rest()
+        is_nonfinite = self._schedule.note_missing(unused_counts=unused_counts)
+        self._fence.send(self._report(is_committing=is_committing), is_nonfinite)
         self.enter(StepState.FENCED)
 
     def _report(self, *, is_committing: bool = False) -> Report:
         return self.counters.report(
             is_committing=is_committing, force_all_reduce=self.force_all_reduce, sent_buckets=not self.is_reduced
         )
-
-    def _note_nonfinite(self) -> None:
-        launched = self.groups[: self._num_launched]  # findings of other groups are from the last step
-        if fields := self._nonfinite_fields([(group.index, group.finite_test) for group in launched]):
-            self.counters.problems["nonfinite"] = Problem(NonFiniteGradientError.__name__, fields)
-
-    def _nonfinite_fields(self, tests: Sequence[tuple[int, FiniteTest]]) -> dict[str, Any]:
-        """Return the fields of the error about findings of the tests; empty if all gradients are finite."""
-        is_bad = any_beyond(test for _, test in tests)
-        if is_bad is not None and self._communicator.read(is_bad, label="finite test"):
-            for _, test in tests:
-                if bool(any_beyond([test])):
-                    test.name_culprits()  # only now does the host know of them
-        found = [(index, one) for index, test in tests for one in test.found]
-        if not found:
-            return {}
-        bucket, first = found[0]
-        counts = {"num_buckets": len(self.groups), "num_others": len(found) - 1}
-        return {"param": first.param, "bucket": bucket, "finding": first.finding, **counts}
 
     def _resolve_fence(self) -> None:
         """Wait for the fence, and drop the step if a rank has a problem.
@@ -666,7 +581,7 @@ class GradSync:
             late = WrapperBrokenError(step=self.step, rank=self._communicator.rank, phase=_DETACH, cause=_MIDDLE)
             self._break(late)
             raise late
-        reports = self._fence.take(self._note_nonfinite)
+        reports = self._fence.take(self._schedule.note_nonfinite)
         if not reports:
             return
         error = resolve_error(self.step - 1 if is_counted else self.step, len(self.groups), reports)
@@ -692,17 +607,7 @@ class GradSync:
             takes_part: whether some rank has sent its buckets, so that this rank must send them as well.
             is_counted: whether ``step`` counts this step already, because all ranks had agreed on it.
         """
-        was_late = self.counters.late_phase == GradPhase.IN_FLIGHT.value
-        if takes_part:
-            for group in self.groups:
-                if group.grad_phase is GradPhase.REDUCED:
-                    group.reopen()
-                group.start_dropped_sync()
-        for group in self.groups:
-            if group.is_launched:
-                group.finish_grad_sync()
-            if was_late:
-                group.readiness.end_step(unlearns=True)  # the number of gradients has changed, probably in other groups too
+        self._schedule.finish_dropped(takes_part=takes_part)
         if error is not None:
             self.last_error = self.dropped = error
             if self._watch is not None:
@@ -722,7 +627,7 @@ class GradSync:
         if self.force_all_reduce and self.policy.is_sharded:  # alike on all ranks: the fence has compared it
             for group in self.groups:
                 group.gather_grads()
-        if self._sum_tests and (fields := self._nonfinite_fields(self._sum_tests)):  # alike on all ranks, like the sum
+        if self._schedule.sum_tests and (fields := self._schedule.find_nonfinite_sums()):
             error = NonFiniteGradientError(step=self.step, rank=None, **fields)
             if not self.policy.skips_nonfinite:
                 self._drop(error)
@@ -730,13 +635,7 @@ class GradSync:
             self.skip_reason = str(error)
         self.step += 1
         self.counters.start_step()
-        self._num_launched = 0
-        for group in self.groups:
-            group.readiness.end_step(learns=True)
-            if self.skip_reason:
-                group.withdraw_grads()
-            else:
-                group.publish()
+        self._schedule.publish(is_skipped=bool(self.skip_reason))
         self.enter(StepState.COMMITTED if self.updates_jointly else StepState.PUBLISHED)
         self._communicator.progress.enter(self.step, BETWEEN_STEPS)
 
@@ -763,28 +662,11 @@ class GradSync:
         """Note why no rank steps on the gradients of this step. The first reason stays."""
         self.skip_reason = self.skip_reason or reason
 
-    def announce_update(self, hyperparameters: Hyperparameters) -> None:
-        """Note the hyperparameters of the coming update, for the fence that commits to it."""
-        self.counters.hyperparameters = hyperparameters
-
-    def note_update(self) -> None:
-        """Count the announced update. If the last fence has not compared its hyperparameters, the next one does."""
-        self.counters.note_update(() if self.updates_jointly else self.counters.hyperparameters)
-
     def expect_updates(self, *, jointly: bool) -> None:
         """Note whether the update of the wrapper's optimizer needs collectives."""
         self.updates_jointly = jointly
         if self.state in AGREED:  # the optimizer was made after the gradient sync
             self.enter(StepState.COMMITTED if jointly else StepState.PUBLISHED)
-
-    @contextmanager
-    def comparing(self, grad_change: str) -> Iterator[None]:
-        """Compare, in the fences of the block, which change of the reduced gradients each rank makes after them."""
-        self.counters.grad_change = grad_change
-        try:
-            yield
-        finally:
-            self.counters.grad_change = ""
 
     def vote_again(self) -> None:
         """Agree once more before a collective on reduced gradients: the caller's own code has run since the last fence.
@@ -826,9 +708,8 @@ class GradSync:
 
     def _forget(self) -> None:
         """Forget the gradients, none of which a collective owns."""
-        self._num_launched, self.skip_reason, self._concludes_late = 0, "", False
-        for group in self.groups:
-            group.reset()
+        self.skip_reason, self._concludes_late = "", False
+        self._schedule.reset()
         self.enter(StepState.IDLE)
 
     # A rank that cannot go on #
@@ -890,8 +771,7 @@ class GradSync:
         self._communicator.progress.failure = self._failure
         try:
             if not self.is_reduced:
-                for group in self.groups:
-                    group.start_dropped_sync()
+                self._schedule.send_dropped()
             for group in self.groups:
                 group.withdraw_grads()  # the step is over on this rank, so the caller may clear gradients in any way
             if not self._fence.is_sent:
@@ -1002,68 +882,26 @@ class GradSync:
 
     # Collective calls #
 
-    @contextmanager
-    def call(self, label: str) -> Iterator[Call]:
-        """Make a collective call: the block prepares this rank's side, opens the call, and exchanges.
+    def call(self, label: str) -> AbstractContextManager[Call]:
+        """Return a context for one collective call; see ``calls.making``."""
+        return making(self, label)
 
-        An exception before ``open`` fails the call on all ranks, which go on. One after it, even an interrupt, breaks the
-        wrapper on all ranks, because the others are in the exchange. Errors that all ranks find alike in the exchange are
-        raised after the block.
+    def calls(self, label: str) -> AbstractContextManager[None]:
+        """Return a context for several calls that belong together; see ``calls.making_several``."""
+        return making_several(self, label)
 
-        Args:
-            label: of the call; the part before a colon is its name.
+    def enter_call(self, label: str, call: Call, failure: Exception | None) -> StepState:
+        """Enter a call together with all ranks. If some are at the end of a step, all of them drop it.
+
+        Returns the state to go back to.
 
         Raises:
-            CallMismatchError: some rank is in another call, or in a step.
-            LayoutMismatchError: entries differ.
-            PeerFailedError: some ranks failed, or all but with different errors.
-            Exception: that of the block, where all ranks failed alike.
+            MegabucketError: the same error on all ranks.
         """
-        refuse_in_backward(label.partition(":")[0])
-        self.settle()
-        before = self.state
-
-        def agree(call: Call, failure: Exception | None) -> None:
-            nonlocal before
-            before = self._agree_on_call(label, call, failure)
-
-        try:
-            with opening(agree) as call:
-                yield call
-            self.enter(before)
-        except BaseException as error:
-            if isinstance(error, _GROUP_ERRORS):
-                self._break(self.broken or error)
-            elif self.state is StepState.CALL:
-                self.break_off(label, describe(error))
-            raise
-
-    @contextmanager
-    def calls(self, label: str) -> Iterator[None]:
-        """Make several collective calls, each of which goes on from what the ones before have changed on all ranks.
-
-        Errors that all ranks find alike leave the block. Any other exception after the first call has begun, even an interrupt,
-        breaks the wrapper on all ranks: at the next try this rank would be at another place than they.
-
-        Args:
-            label: as for ``call``.
-        """
-        num_calls = self._num_calls
-        try:
-            yield
-        except BaseException as error:
-            if isinstance(error, _GROUP_ERRORS):
-                self._break(self.broken or error)
-            elif self._num_calls > num_calls and not isinstance(error, MegabucketError):
-                self.break_off(label, describe(error))
-            raise
-
-    def _agree_on_call(self, label: str, call: Call, failure: Exception | None) -> StepState:
-        """Enter the call together with all ranks. Return the state to go back to at its end."""
         self.settle()
         before = self.state
         self.enter(StepState.CALL)
-        self._num_calls += 1
+        self.num_calls += 1
         # Other ranks may vote on the step that was counted last.
         step = self.step - 1 if before is StepState.COMMITTED else self.step
         error, reports = agree_on_call(label, call, failure, ranks=self.ranks, fence=self._fence, step=step)
@@ -1075,6 +913,21 @@ class GradSync:
         if error is not None:
             raise error from failure
         return before
+
+    def leave_call(self, before: StepState) -> None:
+        """Go back to the state before the call."""
+        self.enter(before)
+
+    def fail_in_call(self, label: str, error: BaseException, *, has_begun: bool = False) -> None:
+        """Break the wrapper, if the exception leaves this rank at another place than the others.
+
+        Args:
+            has_begun: whether earlier calls that belong to this one are over.
+        """
+        if isinstance(error, _GROUP_ERRORS):
+            self._break(self.broken or error)
+        elif has_begun or self.state is StepState.CALL:
+            self.break_off(label, describe(error))
 
     # Checks before an operation #
 
@@ -1094,27 +947,6 @@ class GradSync:
                 "Call it between two steps, after optimizer.step() or ddp.zero_grad(), on every rank. A forward in train mode "
                 "begins a step, and needs a backward: run one that is not for training under torch.no_grad() or in eval mode."
             )
-
-    def check_may_update(self, *, has_grads: bool, is_stale: bool = False) -> None:
-        """Refuse an optimizer step on gradients that were not reduced.
-
-        Args:
-            has_grads: whether the optimizer would find any.
-            is_stale: whether it has already stepped on the reduced gradients, and would now find others.
-
-        Raises:
-            PhaseError: an error about the gradients was raised before, and caught.
-            UnreducedGradientsError: they are local.
-        """
-        self.check_not_dropped()
-        if self.state is StepState.LAUNCHING and self.policy.finishes_with_backward and self.policy.unused_is_zero:
-            self.finish()  # a backward had no gradient, and the other ranks wait for zeros
-        elif self.state is StepState.LAUNCHING or (has_grads and (self.state not in AGREED or is_stale)):
-            in_backward = self.backward is not None
-            error = UnreducedGradientsError(rank=self._communicator.rank, in_backward=in_backward)
-            self.refuse_update(error)
-            raise error
-        self._communicator.progress.enter(self.step, "optimizer")
 
     def check_not_dropped(self) -> None:
         """Refuse to step on gradients that an error was raised about.
@@ -1148,16 +980,3 @@ class GradSync:
             self.fail("optimizer.step()", cause)
         elif self.state is StepState.COMMITTED:
             self._drop(PhaseError(cause), is_counted=True)
-
-    def check_not_in_flight(self, operation: str) -> None:
-        """Refuse an operation on gradients that a collective owns.
-
-        Raises:
-            PhaseError: a group is in flight.
-        """
-        busy = [group.index for group in self.groups if group.grad_phase is GradPhase.IN_FLIGHT]
-        if busy:
-            raise PhaseError(
-                f"{operation} would touch the gradients of bucket groups {busy[:5]} while a collective owns them; "
-                "call finish_grad_sync() first."
-            )

@@ -327,7 +327,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.sharding.check_shards_are_untouched()
             check_learning_rates(self.torch_optimizer.param_groups)
             hyperparameters = read_hyperparameters(self.torch_optimizer.param_groups)
-            sync.announce_update((*hyperparameters, ("clip_grad", float(self.clip_grad)), *self._changes, *also))
+            sync.counters.announce_update((*hyperparameters, ("clip_grad", float(self.clip_grad)), *self._changes, *also))
             if self._changes:
                 self._check_nothing_is_lost()
             self.sharding.refresh()
@@ -413,7 +413,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for shard in self.sharding.stepped:
                 shard.withhold_grad()
             self.sharding.store_values()
-        sync.note_update()
+        # Before a joint update the last fence has compared the hyperparameters; otherwise the next one does.
+        sync.counters.note_update(() if sync.updates_jointly else sync.counters.hyperparameters)
         if self._is_sharded:
             for group in sync.groups:
                 group.mark_params_stale()
@@ -524,7 +525,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             call: the change with its arguments, which must be the same on all ranks.
         """
         sync = self.ddp.sync
-        with sync.comparing(call if sync.updates_jointly else ""):
+        with sync.counters.comparing(call if sync.updates_jointly else ""):
             if sync.is_reduced and sync.updates_jointly:
                 sync.vote_again()
             sync.finish()

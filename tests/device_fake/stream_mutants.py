@@ -13,7 +13,7 @@ from megabucket.comm import Arrival, GradStreams, ReplicaReducer
 from megabucket.comm.device import Arrived
 from megabucket.comm.exchange import Exchange, Gate
 from megabucket.comm.torch import WorkHandle
-from megabucket.ddp.step import GradSync
+from megabucket.ddp.schedule import Schedule
 
 
 def nothing(*_, **__):
@@ -156,17 +156,16 @@ def delayed_gradients_are_not_noted(patch):
 
 def finite_tests_are_not_followed(patch):
     """The fence does not wait for the streams of finite tests."""
-    original, follow = GradSync._send_fence, GradStreams.follow
+    original, follow = Schedule.note_missing, GradStreams.follow
 
-    def send(self, **named):
-        self._flush()
+    def note_missing(self, **named):
         GradStreams.follow = nothing
         try:
-            original(self, **named)
+            return original(self, **named)
         finally:
             GradStreams.follow = follow
 
-    patch.setattr(GradSync, "_send_fence", send)
+    patch.setattr(Schedule, "note_missing", note_missing)
 
 
 def scaled_behind_the_launch(patch):

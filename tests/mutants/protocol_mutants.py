@@ -15,8 +15,10 @@ from megabucket.comm.exchange import Answer, Gate
 from megabucket.ddp import backward, report, step
 from megabucket.ddp.fence import Fence
 from megabucket.ddp.module_watch import ModelWatch
+from megabucket.ddp.optimizer_guard import PlainOptimizerGuard
 from megabucket.ddp.param_gather import ParamGather
 from megabucket.ddp.report import Report, StepCounters
+from megabucket.ddp.schedule import Schedule
 from megabucket.ddp.step import GradSync, StepState
 from megabucket.errors import MegabucketError
 from megabucket.optim import distributed_optimizer
@@ -39,7 +41,7 @@ def without(owner, method):
 
 def call_not_announced(patch):
     """A call that makes its exchange without asking whether the others are in it."""
-    patch.setattr(GradSync, "_agree_on_call", lambda self, *_: self.state)
+    patch.setattr(GradSync, "enter_call", lambda self, *_: self.state)
 
 
 def blind_to(**values):
@@ -73,24 +75,24 @@ def readiness_order_launch(patch):
         if group.is_complete and group.grad_phase is GradPhase.ACCUMULATING:
             group.start_grad_sync()
 
-    def flush(self):
-        for group in self.groups:
+    def launch_rest(self):
+        for group in self._groups:
             if group.grad_phase is GradPhase.ACCUMULATING:
                 group.start_grad_sync()
-        self._num_launched = len(self.groups)
+        self._num_launched = len(self._groups)
 
     patch.setattr(GradSync, "receive", receive)
-    patch.setattr(GradSync, "_flush", flush)
+    patch.setattr(Schedule, "launch_rest", launch_rest)
 
 
 def a_group_is_skipped(patch):
-    original = GradSync._flush
+    original = Schedule.launch_rest
 
-    def flush(self):
+    def launch_rest(self):
         self._num_launched += 1
         original(self)
 
-    patch.setattr(GradSync, "_flush", flush)
+    patch.setattr(Schedule, "launch_rest", launch_rest)
 
 
 def dropped_schedule_not_finished(patch):
@@ -207,13 +209,12 @@ def reduction_not_awaited(patch):
 
 
 def gradients_not_forgotten(patch):
-    def forget(self):
-        self._num_launched, self.skip_reason = 0, ""
-        for group in self.groups:
+    def reset(self):
+        self._num_launched = 0
+        for group in self._groups:
             group.reopen()
-        self.enter(StepState.IDLE)
 
-    patch.setattr(GradSync, "_forget", forget)
+    patch.setattr(Schedule, "reset", reset)
 
 
 # What is looked at before a bucket is sent, and after #
@@ -229,13 +230,7 @@ def finite_test_that_overflows(patch):
 
 
 def sum_not_tested(patch):
-    original = GradSync._conclude_whole
-
-    def conclude_whole(self):
-        self._sum_tests = []
-        return original(self)
-
-    patch.setattr(GradSync, "_conclude_whole", conclude_whole)
+    patch.setattr(Schedule, "find_nonfinite_sums", lambda _: {})
 
 
 def skip_not_heard(patch):
@@ -867,7 +862,7 @@ MUTANTS = [
     ),
     Mutant(
         "unfinished sync can be stepped on",
-        without(GradSync, "check_may_update"),
+        without(PlainOptimizerGuard, "_check_is_reduced"),
         SCENARIOS["step without a sync"],
         WRONG,
         "PhaseError",
