@@ -129,6 +129,12 @@ class Staging(list[torch.Tensor]):
         self.room = 0
         """Number of gradients that may be staged before the group must check them; 0 before the first one of a backward."""
 
+    def add(self, param: torch.Tensor) -> None:
+        """Move the gradient of a parameter out of ``param.grad``."""
+        self.append(param)
+        self.grads.append(param.grad)  # type: ignore[arg-type]
+        param.grad = None
+
     def make_hook(self, receive: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
         """Return a parameter hook that stages the gradient while there is room, and otherwise calls ``receive``.
 
@@ -137,9 +143,7 @@ class Staging(list[torch.Tensor]):
 
         def stage(param: torch.Tensor) -> None:
             if len(self) < self.room and not param.grad_added_to_main_grad:  # type: ignore[attr-defined]
-                self.append(param)
-                self.grads.append(param.grad)  # type: ignore[arg-type]
-                param.grad = None
+                self.add(param)
             else:
                 receive(param)
 
@@ -286,15 +290,13 @@ class _ParamAndGradBucketGroup:
             is_complete = self._store_staged()  # on the stream that computed them
             self.streams.note()
         slot = self.slots[position]
-        param, grad = slot.param, slot.param.grad
-        if not self._limit or param.grad_added_to_main_grad or grad is None:  # type: ignore[attr-defined]
+        param = slot.param
+        if not self._limit or param.grad_added_to_main_grad or param.grad is None:  # type: ignore[attr-defined]
             self._prepare_write(param)
             slot.store(keeps_graph=not backward.is_last and torch.is_grad_enabled())  # create_graph=True under no_sync
             is_complete = (backward.is_last and self.readiness.mark((position,))) or is_complete
         else:
-            self.staging.append(param)
-            self.staging.grads.append(grad)
-            param.grad = None
+            self.staging.add(param)
         num_awaited = self._num_awaited(backward)
         if len(self.staging) >= num_awaited or (self.staging and param.nbytes > LARGE_BYTES):
             is_complete = self._store_staged() or is_complete

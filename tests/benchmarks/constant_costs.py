@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from paired import interleave, ratio, timed
@@ -38,7 +39,7 @@ def hook_cost_s(num_params: int) -> Callable[[], float]:
         with ddp.no_sync():
             for _ in range(rounds):
                 ddp.zero_grad()
-                ddp.sync._backward.running, ddp.sync._is_taking = ddp, False  # as at the first hook of a backward
+                ddp.sync.backward = SimpleNamespace(is_taking=False)  # as at the first hook of a backward
                 for slot, grad in zip(group.slots, grads, strict=True):
                     slot.param.grad = grad
                 start_s = time.perf_counter()
@@ -47,7 +48,7 @@ def hook_cost_s(num_params: int) -> Callable[[], float]:
                         hook(slot.param)
                 group.end_backward()
                 total_s += time.perf_counter() - start_s
-                ddp.sync._backward.running = None
+                ddp.sync.backward = None
         return total_s / (rounds * num_params)
 
     return measure

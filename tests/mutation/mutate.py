@@ -62,8 +62,8 @@ AREAS = {
         ("tests/config", "tests/ddp/test_bad_input.py::TestArgumentsOfTorch"),
     ),
     "fence": Area(
-        ("megabucket/ddp/fence.py",),
-        tuple(f"tests/ddp/test_{name}.py" for name in ("fence", "verdict", "step_report", "step_counters")),
+        tuple(f"megabucket/ddp/{name}.py" for name in ("fence", "report", "calls")),
+        tuple(f"tests/ddp/test_{name}.py" for name in ("fence", "verdict", "step_report", "step_counters", "hyperparameters")),
     ),
 }
 
