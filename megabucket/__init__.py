@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from megabucket._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from megabucket.checkpoint.checkpointer import Checkpointer, can_load, load_checkpoint, save_checkpoint
     from megabucket.checkpoint.restore import LoadedCheckpoint
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
     from megabucket.optim.averaging import ParamNorms, ShardedEMA, param_groups, param_norms
     from megabucket.optim.chained import ChainedOptimizer
     from megabucket.testing.invariants import check_layout
-
-__version__ = "0.1.0"
 
 _NAMES_BY_MODULE = {
     "megabucket.checkpoint.checkpointer": ("Checkpointer", "can_load", "load_checkpoint", "save_checkpoint"),
