@@ -47,7 +47,7 @@ MAY_IMPORT = {
         "report",
         "doctor",
     },
-    "__init__": {"_version", "checkpoint", "config", "layout", "ddp", "measure", "optim", "testing"},  # lazily
+    "__init__": {"_version", "checkpoint", "config", "layout", "ddp", "measure", "optim"},  # lazily
     "__main__": {"cli"},
 }
 WITHOUT_TORCH = [
