@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from megabucket._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from megabucket.checkpoint.checkpointer import Checkpointer, can_load, load_checkpoint, save_checkpoint
     from megabucket.checkpoint.restore import LoadedCheckpoint
@@ -17,13 +19,11 @@ if TYPE_CHECKING:
     from megabucket.ddp.finalize import finalize_grads
     from megabucket.ddp.groups import ParallelGroups, ReductionGroup
     from megabucket.layout import ModelLayout, ParamSpec, build_layout
+    from megabucket.layout.invariants import check_layout
     from megabucket.measure.profile import ProfileCallback, WorkloadProfiler, profile_workload
     from megabucket.optim import ConstantGradScaler, DistributedOptimizer, DynamicGradScaler, StepResult
     from megabucket.optim.averaging import ParamNorms, ShardedEMA, param_groups, param_norms
     from megabucket.optim.chained import ChainedOptimizer
-    from megabucket.testing.invariants import check_layout
-
-__version__ = "0.1.0"
 
 _NAMES_BY_MODULE = {
     "megabucket.checkpoint.checkpointer": ("Checkpointer", "can_load", "load_checkpoint", "save_checkpoint"),
@@ -34,11 +34,11 @@ _NAMES_BY_MODULE = {
     "megabucket.ddp.finalize": ("finalize_grads",),
     "megabucket.ddp.groups": ("ParallelGroups", "ReductionGroup"),
     "megabucket.layout": ("ModelLayout", "ParamSpec", "build_layout"),
+    "megabucket.layout.invariants": ("check_layout",),
     "megabucket.measure.profile": ("ProfileCallback", "WorkloadProfiler", "profile_workload"),
     "megabucket.optim": ("ConstantGradScaler", "DistributedOptimizer", "DynamicGradScaler", "StepResult"),
     "megabucket.optim.averaging": ("ParamNorms", "ShardedEMA", "param_groups", "param_norms"),
     "megabucket.optim.chained": ("ChainedOptimizer",),
-    "megabucket.testing.invariants": ("check_layout",),
 }
 _HOME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 

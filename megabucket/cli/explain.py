@@ -12,7 +12,7 @@ from megabucket.cli.output import counted, notice_when_slow, print_answer, text_
 from megabucket.cli.workload import Overrides
 
 if TYPE_CHECKING:
-    from megabucket.config.resolve import ResolvedConfig
+    from megabucket.cli.explain_text import ResolvedConfig
     from megabucket.planning.run_config import RunConfig
 
 
@@ -66,7 +66,7 @@ def _value_text(value: object) -> str:
 
 def _resolve_all(run: RunConfig, dp_size: int) -> list[ResolvedConfig]:
     """Return one answer per parameter dtype of the model, or one for float32 without a model."""
-    from megabucket.config.resolve import resolve
+    from megabucket.cli.explain_text import resolve
     from megabucket.planning.architecture import param_specs
 
     if run.model is None:

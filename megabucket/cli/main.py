@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from megabucket import __version__
+from megabucket._version import __version__
 from megabucket.cli.calibrate import calibrate
 from megabucket.cli.checkpoint import app as checkpoint
 from megabucket.cli.doctor import doctor

@@ -1,8 +1,8 @@
-"""Derive the values a config leaves open, each with its reason.
+"""Derive the values a config leaves open.
 
-All rules from a ``DistributedDataParallelConfig`` and a group size to gradient dtype, bucket size, padding, alignment, gradient
-scale and collective. Changes no config and imports no torch. ``build_layout`` and the wrapper call single rules; ``resolve``
-gives all of them to ``megabucket explain``.
+The rules from a ``DistributedDataParallelConfig`` and a group size to gradient dtype, bucket size, padding and the policy of a
+step. Changes no config and imports no torch. ``build_layout`` and the wrapper call them; their reasons are in
+``cli.explain_text``.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Final
+from typing import Final, Literal
 
 from megabucket.config.ddp import DistributedDataParallelConfig
-from megabucket.errors import ConfigError, LayoutError, name_list
+from megabucket.errors import ConfigError, LayoutError
 from megabucket.units import MIB, dtype_bytes
 
 START_ALIGNMENT: Final = 64
@@ -32,35 +32,8 @@ DEFAULT_BUCKET_NUMEL: Final = 40_000_000
 DEFAULT_BUCKET_NUMEL_PER_RANK: Final = 1_000_000
 """Elements per bucket and rank by default, for large groups."""
 
-_HALF_PRECISION: Final = frozenset({"bfloat16", "float16"})
-
-Value = int | float | str | bool | None
-
-
-@dataclass(frozen=True, slots=True)
-class Resolved:
-    """One derived value and its reason."""
-
-    name: str
-    value: Value
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ResolvedConfig:
-    """All derived values of one config on one group."""
-
-    dp_size: int
-    param_dtype: str
-    entries: tuple[Resolved, ...]
-
-    def __getitem__(self, name: str) -> Resolved:
-        """Return the entry called ``name``; ``KeyError`` if there is none."""
-        return {entry.name: entry for entry in self.entries}[name]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return name -> value and reason as plain data, ready for JSON."""
-        return {entry.name: {"value": entry.value, "reason": entry.reason} for entry in self.entries}
+HALF_PRECISION: Final = frozenset({"bfloat16", "float16"})
+"""Dtypes whose gradients ``grad_reduce_in_fp32`` turns into float32."""
 
 
 def check_group_size(value: object, *, name: str = "dp_size") -> None:
@@ -79,7 +52,8 @@ def resolve_grad_dtype(config: DistributedDataParallelConfig, param_dtype: str) 
     Raises:
         LayoutError: ``param_dtype`` is not a dtype that a buffer can hold.
     """
-    return _grad_dtype(config, param_dtype)[0]
+    dtype_bytes(param_dtype)
+    return "float32" if param_dtype in HALF_PRECISION and config.grad_reduce_in_fp32 else param_dtype
 
 
 def fp32_local_params(config: DistributedDataParallelConfig, names: Iterable[str]) -> frozenset[str]:
@@ -140,78 +114,20 @@ def overlap_obstacle(config: DistributedDataParallelConfig, *, dp_size: int, is_
     return None
 
 
-def resolve(
-    config: DistributedDataParallelConfig,
-    *,
-    dp_size: int,
-    total_numel: int | None = None,
-    param_dtype: str = "float32",
-    num_buffers: int = 1,
-) -> ResolvedConfig:
-    """Return every value that ``config`` leaves to the model and the group, each with its reason.
-
-    Args:
-        config: the section as the user wrote it.
-        dp_size: ranks of the data-parallel group.
-        total_numel: elements of all parameters, without padding; ``None`` if the model is not known.
-        param_dtype: dtype of the parameters.
-        num_buffers: buffers the model needs; more than one when parameters differ in dtype or group.
-
-    Raises:
-        ConfigError: more buckets were asked for than there are elements.
-        LayoutError: ``dp_size`` is not positive, or no buffer can hold ``param_dtype``.
-    """
-    check_group_size(dp_size)
-    grad_dtype, grad_reason = _grad_dtype(config, param_dtype)
-    size = resolve_bucket_size(config, dp_size=dp_size, total_numel=total_numel, grad_itemsize_bytes=dtype_bytes(grad_dtype))
-    return ResolvedConfig(
-        dp_size=dp_size,
-        param_dtype=param_dtype,
-        entries=(
-            Resolved("grad_dtype", grad_dtype, grad_reason),
-            Resolved("bucket_size", size.numel if size.is_known else "unknown", size.reason),
-            _order_entry(config),
-            *_alignment_entries(config, dp_size),
-            *_reduction_entries(config, dp_size, grad_dtype),
-            _finish_entry(config),
-            _overlap_entry(config, dp_size, is_one_bucket=num_buffers == 1 and size.holds(total_numel)),
-        ),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class BucketSize:
     """The rule that closes a bucket."""
 
     numel: int | None
-    """Elements that close a bucket; ``None``: one bucket per buffer, cuts by name, or not known."""
-    reason: str
-    is_known: bool = True
-    is_cut_by_name: bool = False
-
-    def holds(self, total_numel: int | None) -> bool:
-        """Return whether one bucket is known to hold everything."""
-        if total_numel is None or not self.is_known or self.is_cut_by_name:
-            return False
-        return self.numel is None or total_numel <= self.numel
-
-
-def _grad_dtype(config: DistributedDataParallelConfig, param_dtype: str) -> tuple[str, str]:
-    dtype_bytes(param_dtype)
-    if param_dtype not in _HALF_PRECISION:
-        return param_dtype, f"{param_dtype} parameters keep {param_dtype} gradients"
-    if config.grad_reduce_in_fp32:
-        return "float32", f"grad_reduce_in_fp32=True: {param_dtype} gradients are accumulated and reduced in float32"
-    reason = f"grad_reduce_in_fp32=False keeps the dtype of the {param_dtype} parameters"
-    if patterns := config.param_name_patterns_for_fp32_local_accumulation:
-        reason += f"; microbatches are added up in float32 where a name matches {name_list(patterns)}"
-    return param_dtype, reason
+    """Elements that close a bucket; ``None``: one bucket per buffer, cuts by name, or not known without a model."""
+    decided_by: Literal["layout", "bucket_cuts", "bucket_size", "bucket_cap_mb", "num_buckets", "default"]
+    """The field of the config that gave it."""
 
 
 def resolve_bucket_size(
     config: DistributedDataParallelConfig, *, dp_size: int, total_numel: int | None, grad_itemsize_bytes: int
 ) -> BucketSize:
-    """Return how many elements close a bucket, and why.
+    """Return how many elements close a bucket, and which field says so.
 
     Args:
         config: the one of ``bucket_size``, ``bucket_cap_mb``, ``num_buckets`` and ``bucket_cuts`` that is given decides.
@@ -228,113 +144,32 @@ def resolve_bucket_size(
     """
     check_group_size(dp_size)
     if _has_one_bucket(config):
-        reason = "layout='megatron' without overlap_grad_reduce: one bucket per buffer, whatever sizes the buckets"
-        return BucketSize(None, reason)
+        return BucketSize(None, "layout")
     if config.bucket_cuts is not None:
-        return _size_from_cuts(config.bucket_cuts)
+        return BucketSize(None, "bucket_cuts")
     if config.bucket_size is not None:
-        return BucketSize(config.bucket_size, "bucket_size, as given")
+        return BucketSize(config.bucket_size, "bucket_size")
     if config.bucket_cap_mb is not None:
-        numel = max(1, int(config.bucket_cap_mb * MIB // grad_itemsize_bytes))
-        reason = f"bucket_cap_mb={config.bucket_cap_mb:g} MiB of gradients at {grad_itemsize_bytes} bytes per element"
-        return BucketSize(numel, reason)
+        return BucketSize(max(1, int(config.bucket_cap_mb * MIB // grad_itemsize_bytes)), "bucket_cap_mb")
     if config.num_buckets is not None:
-        return _size_from_count(config.num_buckets, total_numel)
-    per_rank = DEFAULT_BUCKET_NUMEL_PER_RANK * dp_size
-    reason = f"default: max({DEFAULT_BUCKET_NUMEL:_}, {DEFAULT_BUCKET_NUMEL_PER_RANK:_} * dp_size={dp_size})"
-    return BucketSize(max(DEFAULT_BUCKET_NUMEL, per_rank), reason)
+        return BucketSize(_numel_from_count(config.num_buckets, total_numel), "num_buckets")
+    return BucketSize(max(DEFAULT_BUCKET_NUMEL, DEFAULT_BUCKET_NUMEL_PER_RANK * dp_size), "default")
 
 
 def _has_one_bucket(config: DistributedDataParallelConfig) -> bool:
     return config.layout == "megatron" and not config.overlap_grad_reduce
 
 
-def _size_from_cuts(cuts: tuple[str, ...]) -> BucketSize:
-    if not cuts:
-        return BucketSize(None, "bucket_cuts=[]: no parameter closes a bucket, so each buffer is one")
-    places = "1 named parameter closes a bucket" if len(cuts) == 1 else f"{len(cuts)} named parameters close a bucket each"
-    return BucketSize(None, f"bucket_cuts: {places}", is_cut_by_name=True)
-
-
-def _order_entry(config: DistributedDataParallelConfig) -> Resolved:
-    name = "buffer_order"
-    if config.bucket_order is None:
-        return Resolved(name, "reversed", "no bucket_order: registration reversed, roughly the order of backward")
-    return Resolved(name, "recorded", f"bucket_order: {len(config.bucket_order)} parameters, the first gradient first")
-
-
-def _size_from_count(num_buckets: int, total_numel: int | None) -> BucketSize:
+def _numel_from_count(num_buckets: int, total_numel: int | None) -> int | None:
     if total_numel is None:
-        reason = f"num_buckets={num_buckets}: total elements // {num_buckets}, known once there is a model"
-        return BucketSize(None, reason, is_known=False)
+        return None
     # A model without elements still gets its one empty bucket.
     if num_buckets > max(total_numel, 1):
         raise ConfigError(
             f"num_buckets={num_buckets} is more than the {total_numel} elements there are to put into buckets. "
             f"Ask for at most {max(total_numel, 1)}, or give bucket_size instead."
         )
-    reason = f"num_buckets={num_buckets}: {total_numel:_} elements // {num_buckets}"
-    return BucketSize(max(1, total_numel // num_buckets), reason)
-
-
-def _alignment_entries(config: DistributedDataParallelConfig, dp_size: int) -> tuple[Resolved, ...]:
-    if not is_padded(config):
-        why = "layout='megatron' without use_distributed_optimizer packs parameters back to back"
-        return (
-            Resolved("padded", False, why),
-            Resolved("start_multiple", 1, "not padded: a parameter starts where the one before ends"),
-            Resolved("bucket_end_multiple", 1, "not padded: a bucket ends where its last parameter ends"),
-        )
-    why = (
-        "layout='stable': the same padded layout whatever is switched on"
-        if config.layout == "stable"
-        else "use_distributed_optimizer=True: every rank owns an equal shard of each bucket"
-    )
-    parts = f"dp_size={dp_size}, {BUCKET_END_ALIGNMENT}"
-    if config.pad_buckets_for_high_nccl_busbw:
-        parts += f", {HIGH_BUSBW_ALIGNMENT}"
-    end = bucket_end_multiple(config, dp_size)
-    return (
-        Resolved("padded", True, why),
-        Resolved("start_multiple", START_ALIGNMENT, f"padded: a parameter starts at a multiple of {START_ALIGNMENT}"),
-        Resolved("bucket_end_multiple", end, f"padded: lcm({parts}), so that shards are equal"),
-    )
-
-
-def _reduction_entries(config: DistributedDataParallelConfig, dp_size: int, grad_dtype: str) -> tuple[Resolved, ...]:
-    if config.use_distributed_optimizer:
-        collective = Resolved("collective", "reduce_scatter", "use_distributed_optimizer=True: a rank needs its shard only")
-    else:
-        collective = Resolved("collective", "all_reduce", "use_distributed_optimizer=False: every rank steps on all parameters")
-    if config.grad_reduction == "sum":
-        op = Resolved("reduce_op", "sum", "grad_reduction='sum'")
-        scale, why = 1.0, "grad_reduction='sum': the plain sum over the ranks"
-    elif config.average_in_collective:
-        op = Resolved("reduce_op", "avg", "average_in_collective=True: the collective divides")
-        scale, why = 1.0, "average_in_collective=True: no scaling beside the collective"
-    else:
-        op = Resolved("reduce_op", "sum", "average_in_collective=False: the mean is a scaled sum")
-        once = "applied once, after the sum"
-        if grad_dtype in _HALF_PRECISION:
-            once = "partly before and partly after the sum, so that 16 bits neither overflow nor underflow"
-        scale, why = 1.0 / dp_size, f"grad_reduction='mean': 1 / dp_size={dp_size}, {once}"
-    return collective, op, Resolved("gradient_scale", scale, why)
-
-
-def _finish_entry(config: DistributedDataParallelConfig) -> Resolved:
-    if config.finish == "explicit":
-        return Resolved("finished_by", "finish_grad_sync()", "finish='explicit': the caller ends the gradient sync")
-    if config.use_distributed_optimizer:
-        why = "finish='auto' with reduce-scatter: DistributedOptimizer.step() waits for the gradients"
-        return Resolved("finished_by", "optimizer step", why)
-    why = "finish='auto' with all-reduce: gradients are ready when the last backward returns"
-    return Resolved("finished_by", "end of backward", why)
-
-
-def _overlap_entry(config: DistributedDataParallelConfig, dp_size: int, *, is_one_bucket: bool) -> Resolved:
-    obstacle = overlap_obstacle(config, dp_size=dp_size, is_one_bucket=is_one_bucket)
-    why = "overlap_grad_reduce=True: a bucket is launched as soon as its gradients are complete"
-    return Resolved("overlaps_backward", obstacle is None, obstacle if obstacle is not None else why)
+    return max(1, total_numel // num_buckets)
 
 
 # The policy of a step #

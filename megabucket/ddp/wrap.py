@@ -16,7 +16,7 @@ from typing import Any, Final, NoReturn, Protocol
 import torch
 from torch.nn.parameter import UninitializedParameter
 
-import megabucket
+from megabucket._version import __version__
 from megabucket.buffer import ParamAndGradBuffer, ParamPhase, _ParamAndGradBucketGroup, dtype_name
 from megabucket.buffer.param_and_grad_buffer import _ParamAndGradBucket
 from megabucket.comm import exchange
@@ -216,7 +216,7 @@ def _check_finish(params: Mapping[str, torch.Tensor], policy: StepPolicy, ranks:
 def config_entries(config: DistributedDataParallelConfig) -> list[Entry]:
     """Return the entries that must be equal on all ranks: versions and config fields."""
     entries: list[Entry] = [
-        ("megabucket", megabucket.__version__),
+        ("megabucket", __version__),
         ("torch", str(torch.__version__)),
         # Patch releases of Python may differ between nodes.
         ("python", ".".join(platform.python_version_tuple()[:2])),

@@ -22,7 +22,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from megabucket import __version__
+from megabucket._version import __version__
 from megabucket.comm import Accelerator, AllGather, AllReduce, Broadcast, Call, Communicator, ReduceOp, ReduceScatter
 from megabucket.comm.samehost import LEAST_BYTES, SameHostCommunicator
 from megabucket.config.ddp import DistributedDataParallelConfig

@@ -12,7 +12,9 @@ from typing import Any, Final
 
 import torch
 
-import megabucket as mb
+from megabucket import ddp, optim
+from megabucket.config.ddp import DistributedDataParallelConfig as Config
+from megabucket.ddp.groups import ParallelGroups
 from megabucket.errors import ConfigError
 from megabucket.integrations import Framework, require
 
@@ -145,12 +147,12 @@ class DistributedDataParallel(_BaseDataParallel):
             reduction["expert"] = ranks["expt_dp_group"]
         # Megatron's layers mark parameters as tensor-parallel also where that has one rank.
         alone = dict.fromkeys(("tp", "expert_tp"), ranks["tp_group"])
-        groups = mb.ParallelGroups(reduction, copies=alone, norm_group=ranks["dp_cp_group"])
+        groups = ParallelGroups(reduction, copies=alone, norm_group=ranks["dp_cp_group"])
         # Not a submodule: names of parameters are those under Megatron's wrapper.
-        self.__dict__["wrapper"] = mb.DistributedDataParallel(
+        self.__dict__["wrapper"] = ddp.DistributedDataParallel(
             module, translated, groups=groups, disable_bucketing=disable_bucketing
         )
-        self.wrapper: mb.DistributedDataParallel
+        self.wrapper: ddp.DistributedDataParallel
         self.params_with_grad = list(self.wrapper.param_names)
         self.overlap_param_gather_with_optimizer_step = False
         if ddp_config.delay_wgrad_compute:
@@ -259,8 +261,8 @@ class DistributedOptimizer(MegatronOptimizer):
             raise ConfigError(f"{len(chunks)} model chunks: {_MODEL_PARALLEL}")
         _check_optimizer_config(config, optimizer, is_sharded=chunks[0].ddp_config.use_distributed_optimizer)
         arguments = {"clip_grad": config.clip_grad, "returns_num_zeros": config.log_num_zeros_in_grad}
-        super().__init__(mb.DistributedOptimizer(optimizer, chunks[0].wrapper, **arguments), config)
-        self.optimizer: mb.DistributedOptimizer
+        super().__init__(optim.DistributedOptimizer(optimizer, chunks[0].wrapper, **arguments), config)
+        self.optimizer: optim.DistributedOptimizer
         self.is_stub_optimizer = False
         self.grad_scaler = _scaler_for(config)
 
@@ -337,9 +339,7 @@ class DistributedOptimizer(MegatronOptimizer):
     offload_to_cpu = restore_from_cpu = prepare_grads = step_with_ready_grads = sharded_state_dict = _refuse_call
 
 
-def config_from(
-    ddp_config: DistributedDataParallelConfig, *, is_loss_per_token: bool = False
-) -> mb.DistributedDataParallelConfig:
+def config_from(ddp_config: DistributedDataParallelConfig, *, is_loss_per_token: bool = False) -> Config:
     """Return megabucket's config for Megatron's.
 
     Args:
@@ -350,7 +350,7 @@ def config_from(
     """
     defaults = vars(DistributedDataParallelConfig())
     _check_fields(ddp_config, {name: value for name, value in defaults.items() if name not in _TAKEN_DDP})
-    return mb.DistributedDataParallelConfig(
+    return Config(
         **{name: getattr(ddp_config, name) for name in _SAME},
         bucket_size=ddp_config.bucket_size,
         layout="megatron",
@@ -396,12 +396,12 @@ def _reason(field: str) -> str:
     return next((why for beginnings, why in _REASONS.items() if field.startswith(beginnings)), "not known to the adapter")
 
 
-def _scaler_for(config: OptimizerConfig) -> mb.ConstantGradScaler | mb.DynamicGradScaler | None:
+def _scaler_for(config: OptimizerConfig) -> optim.ConstantGradScaler | optim.DynamicGradScaler | None:
     if config.loss_scale:
-        return mb.ConstantGradScaler(config.loss_scale)
+        return optim.ConstantGradScaler(config.loss_scale)
     if not config.fp16:
         return None
-    return mb.DynamicGradScaler(
+    return optim.DynamicGradScaler(
         config.initial_loss_scale,
         min_scale=config.min_loss_scale,
         growth_interval=int(config.loss_scale_window),

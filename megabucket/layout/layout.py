@@ -1,7 +1,7 @@
 """The layout as data: where each parameter lies, how buffers are cut into buckets. No torch, no decisions.
 
-``build`` makes these values, ``shards`` assigns them to ranks, ``megabucket.testing.invariants`` checks them. Positions count
-elements and ranges are half-open. The JSON is canonical (sorted keys, no spaces), so its SHA-256 identifies a layout.
+``build`` makes these values, ``shards`` assigns them to ranks, ``invariants`` checks them. Positions count elements and ranges
+are half-open. The JSON is canonical (sorted keys, no spaces), so its SHA-256 identifies a layout.
 
 ::
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 # optimizer. Imported here, before there is a group, it cannot keep one alive (joined_ranks says why nothing may).
 import torch.distributed.nn.functional
 
-from megabucket import __version__
+from megabucket._version import __version__
 from megabucket.comm import Accelerator
 from megabucket.errors import ConfigError, log_once
 from megabucket.planning.run_config import FabricConfig

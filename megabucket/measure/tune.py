@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import yaml
 
-from megabucket import __version__
+from megabucket._version import __version__
 from megabucket.comm import discover_communicator
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.errors import ConfigError, printable

@@ -202,7 +202,7 @@ class Decision:
     min_gain: float
     num_rounds: int
     num_rounds_needed: int
-    """With fewer rounds no candidate is beyond noise, even if it was faster in all of them."""
+    """Fewest rounds that can be significant."""
 
     @property
     def is_default(self) -> bool:
@@ -216,7 +216,7 @@ class Decision:
 
     @property
     def visible_gain(self) -> float | None:
-        """The least gain that would have been recommended whichever candidate had it; with too few rounds a lower bound."""
+        """Smallest detectable gain; with too few rounds a lower bound."""
         if self.num_rounds < 2 or not self.comparisons:
             return None
         return max(self.min_gain, *(each.noise for each in self.comparisons))

@@ -385,7 +385,7 @@ class FileLink(Section):
 
 
 def _imply_kind(value: Any) -> Any:
-    """Say the kind of a link that does not say it itself: text and a ``path`` are a ``file``, any other is ``flat``."""
+    """Infer ``kind`` when omitted: text or a ``path`` means ``file``, else ``flat``."""
     if isinstance(value, str):
         return {"kind": "file", "path": value}
     if not isinstance(value, Mapping) or "kind" in value:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Final
 
 from megabucket.config import DistributedDataParallelConfig
@@ -32,7 +33,7 @@ from megabucket.planning.simulate import (
     simulate_step_s,
     simulate_steps,
 )
-from megabucket.planning.workload import Workload, workload_of
+from megabucket.planning.workload import Workload, WorkloadConfig, check_workload_matches, read_workload, workload_of_specs
 from megabucket.trace import StepTrace
 
 SIZE_FIELDS: Final = ("bucket_size", "bucket_cap_mb", "num_buckets", "bucket_cuts")
@@ -260,6 +261,33 @@ def setting_of(run: RunConfig, *, dp_size: int | None = None, expert_dp_size: in
         dp_size = link.num_ranks if isinstance(link, MeasuredLink) else 1
     num_instances = run.num_distributed_optimizer_instances
     return Setting(workload_of(run, specs), link, run.ddp, dp_size, specs, group_sizes, num_instances)
+
+
+def workload_of(run: RunConfig, specs: Sequence[ParamSpec] | None = None) -> Workload:
+    """Return the workload that a config describes: its tensors, its file, or its model at a rate.
+
+    Args:
+        run: the config; its ``workload`` section decides.
+        specs: the trainable parameters of ``run.model`` in registration order; needed for a rate. A file must be of them.
+
+    Raises:
+        ConfigError: no workload, a file that cannot be read or is of another model, or values that make none.
+    """
+    config = run.workload or WorkloadConfig()
+    if config.tensors is not None:
+        workload = config.listed()
+        if specs is not None:
+            check_workload_matches(workload, specs)
+        return workload
+    if config.path is not None:
+        return replace(read_workload(Path(config.path), specs), **config.given)
+    if config.tokens_per_microbatch is None or config.flops_per_s is None or specs is None or run.model is None:
+        raise ConfigError(
+            "there is nothing to simulate: give workload.tensors, or workload.path, or a model section with "
+            "workload.tokens_per_microbatch and workload.flops_per_s"
+        )
+    second = config.tokens_per_microbatch / config.flops_per_s
+    return replace(workload_of_specs(specs, run.ddp, flop_s=second, model=run.model), **config.given)
 
 
 # Figures #

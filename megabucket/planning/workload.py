@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import annotated_types as at
 from pydantic import BeforeValidator, ValidationError, model_validator
@@ -33,9 +33,6 @@ from megabucket.planning.documents import Document, read_json
 from megabucket.planning.load import explain_validation_error
 from megabucket.planning.model_config import ArchitectureConfig, MoeConfig
 from megabucket.units import dtype_bytes
-
-if TYPE_CHECKING:
-    from megabucket.planning.run_config import RunConfig
 
 SCHEMA: Final = "megabucket.workload"
 SCHEMA_VERSION: Final = 1
@@ -266,33 +263,6 @@ class WorkloadConfig(Section):
     def listed(self) -> Workload:
         """Return the workload of ``tensors``."""
         return Workload(self.tensors or (), **self.given)
-
-
-def workload_of(run: RunConfig, specs: Sequence[ParamSpec] | None = None) -> Workload:
-    """Return the workload that a config describes: its tensors, its file, or its model at a rate.
-
-    Args:
-        run: the config; its ``workload`` section decides.
-        specs: the trainable parameters of ``run.model`` in registration order; needed for a rate. A file must be of them.
-
-    Raises:
-        ConfigError: no workload, a file that cannot be read or is of another model, or values that make none.
-    """
-    config = run.workload or WorkloadConfig()
-    if config.tensors is not None:
-        workload = config.listed()
-        if specs is not None:
-            check_workload_matches(workload, specs)
-        return workload
-    if config.path is not None:
-        return replace(read_workload(Path(config.path), specs), **config.given)
-    if config.tokens_per_microbatch is None or config.flops_per_s is None or specs is None or run.model is None:
-        raise ConfigError(
-            "there is nothing to simulate: give workload.tensors, or workload.path, or a model section with "
-            "workload.tokens_per_microbatch and workload.flops_per_s"
-        )
-    second = config.tokens_per_microbatch / config.flops_per_s
-    return replace(workload_of_specs(specs, run.ddp, flop_s=second, model=run.model), **config.given)
 
 
 def read_workload(path: Path, specs: Sequence[ParamSpec] | None = None) -> Workload:

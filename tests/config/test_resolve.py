@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megabucket.cli.explain_text import resolve
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.config.resolve import (
     StepPolicy,
     bucket_end_multiple,
     fp32_local_params,
     is_padded,
-    resolve,
     resolve_bucket_size,
     resolve_cuts,
     resolve_grad_dtype,

@@ -12,8 +12,9 @@ import megabucket
 ROOT = Path(megabucket.__file__).parent
 MODULES = sorted(ROOT.rglob("*.py"))
 
-BASE = {"errors", "units"}
+BASE = {"_version", "errors", "units"}
 MAY_IMPORT = {
+    "_version": set(),
     "errors": set(),
     "units": {"errors"},
     "config": BASE,
@@ -46,7 +47,7 @@ MAY_IMPORT = {
         "report",
         "doctor",
     },
-    "__init__": {"checkpoint", "config", "layout", "ddp", "measure", "optim", "testing"},  # lazily
+    "__init__": {"_version", "checkpoint", "config", "layout", "ddp", "measure", "optim"},  # lazily
     "__main__": {"cli"},
 }
 WITHOUT_TORCH = [
@@ -65,6 +66,7 @@ WITHOUT_TORCH = [
     "cli.explain",
     "cli.simulate",
 ]
+ROOT_NAMES = {f"megabucket.{name}" for name in ("__version__", *megabucket.__all__)}  # imported from the package itself
 
 
 def package_of(path: Path) -> str:
@@ -83,7 +85,9 @@ def imported_modules(path: Path):
 
 def imported_packages(path: Path):
     for line, name in imported_modules(path):
-        if name.startswith("megabucket.") and name != "megabucket.__version__":
+        if name == "megabucket" or name in ROOT_NAMES:
+            yield line, "__init__"
+        elif name.startswith("megabucket."):
             yield line, name.split(".")[1]
 
 

@@ -10,8 +10,8 @@ import torch
 from loop_ranks import Ranks, Weights
 
 import megabucket as mb
+from megabucket.cli.explain_text import resolve
 from megabucket.config import DistributedDataParallelConfig
-from megabucket.config.resolve import resolve
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import PeerFailedError
 from megabucket.testing import ListRecorder, LoopbackWorld

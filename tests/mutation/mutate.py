@@ -58,7 +58,7 @@ AREAS = {
         ("tests/buffer",),
     ),
     "config": Area(
-        ("megabucket/config/*.py",),
+        ("megabucket/config/*.py", "megabucket/cli/explain_text.py"),
         ("tests/config", "tests/ddp/test_bad_input.py::TestArgumentsOfTorch"),
     ),
     "fence": Area(

@@ -10,7 +10,8 @@ from megabucket.layout import ParamSpec
 from megabucket.measure.profile_steps import WorkloadProfile
 from megabucket.planning import load_config, param_specs
 from megabucket.planning.links import LinkTable, MeasuredLink, TwoLevelLink, read_link, write_link
-from megabucket.planning.workload import TensorWork, Workload, is_lookup, model_fingerprint, workload_of
+from megabucket.planning.setting import workload_of
+from megabucket.planning.workload import TensorWork, Workload, is_lookup, model_fingerprint
 from megabucket.trace import CollectiveKind
 
 AR = (CollectiveKind.ALL_REDUCE, "float32")

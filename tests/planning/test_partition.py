@@ -23,8 +23,9 @@ from megabucket.planning.partition import (
     optimal_plan,
     shortest_cuts,
 )
+from megabucket.planning.setting import workload_of
 from megabucket.planning.simulate import Mode, simulate_step_s
-from megabucket.planning.workload import TensorWork, Workload, workload_of
+from megabucket.planning.workload import TensorWork, Workload
 from megabucket.trace import CollectiveKind
 
 

@@ -14,7 +14,7 @@ from megabucket.layout import build_layout
 from megabucket.planning import load_config, param_specs
 from megabucket.planning.documents import find_file
 from megabucket.planning.links import read_link
-from megabucket.planning.workload import workload_of
+from megabucket.planning.setting import workload_of
 from megabucket.trace import CollectiveKind
 
 # Counts that others have published: the safetensors totals of the released models, or the sum of the shapes in a paper.
