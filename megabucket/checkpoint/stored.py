@@ -33,8 +33,10 @@ from megabucket.checkpoint.file_system import NUM_FILE_THREADS, read_file, reaso
 from megabucket.checkpoint.format import (
     ITEM_BYTES,
     MANIFEST_NAME,
+    VERSION,
     Json,
     Manifest,
+    OtherVersionError,
     Piece,
     StoredFile,
     StoredRange,
@@ -347,6 +349,13 @@ def _open(root: Path, directory: StepDirectory) -> StoredCheckpoint:
     try:
         manifest = decode_manifest(bytes(read_file(path / MANIFEST_NAME, _MAX_MANIFEST_BYTES)))
         missing = [file.name for file in manifest.files if not os.path.lexists(path / file.name)]
+    except OtherVersionError as error:
+        cause = f"This megabucket reads version {VERSION} only"
+        remedy = "Load it with the megabucket that wrote it"
+        problem, steps = str(error), saved_steps(root, but=directory)
+        raise CheckpointInvalidError(
+            path=str(path), file=MANIFEST_NAME, problem=problem, steps=steps, cause=cause, remedy=remedy
+        ) from None
     except (OSError, ValueError) as error:
         if not path.exists():
             raise CheckpointMissingError(root=str(root), wanted=f"step {directory.step}", steps=saved_steps(root)) from None
