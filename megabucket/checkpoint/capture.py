@@ -30,15 +30,12 @@ from megabucket.ddp.replicas import checksum
 from megabucket.errors import LayoutError, OptimizerParametersError
 from megabucket.layout.identity import ParamIdentity
 from megabucket.optim import DistributedOptimizer
-from megabucket.optim.shards import MainShard
+from megabucket.optim.shards import MAIN, StatePiece, main_dtype
 from megabucket.optim.state_dict import (
-    NUMBER_TYPES,
     Description,
     StateEntry,
-    describe_number,
+    describe_entry,
     describe_shards,
-    is_per_element,
-    main_dtype,
     merge_descriptions,
 )
 
@@ -107,11 +104,11 @@ class WholeModel:
     names: Collection[str]
     """Parameters and module buffers."""
     modules: Mapping[str, Json]
-    """Extra state of modules, as the first rank has it that has the module."""
+    """Module extra state, from the lowest rank holding the module."""
 
     @classmethod
     def of(cls, by_rank: Sequence[Mapping[str, Any]]) -> WholeModel:
-        """Return it from the ``model_summary`` of each rank.
+        """Build from every rank's ``model_summary``.
 
         Raises:
             LayoutError: some part of the model is on no rank, or on several that do not know of each other.
@@ -300,27 +297,22 @@ class RunState:
         for param, main in others.main_values.items():
             self._share(f"{Prefix.MAIN}{names.params[param]}", main, names.identities[param])
         self._computed_in |= {names.params[of]: dtype_name(dtype) for of, dtype in others.dtypes.items() if of in names.params}
-        for shard in sharding.shards:
-            self._hold_shard(shard, optimizer.state.get(shard.main) or {}, is_part=is_part)
+        for piece in sharding.state_pieces():
+            self._hold_piece(piece, is_part=is_part)
         for buffer in sharding.holder.buffers:  # also parameters of which this rank owns nothing
             dtype_here = dtype_name(main_dtype(buffer.param_data.dtype))
             self._computed_in |= {names.of(name).global_name: dtype_here for name in buffer.params}
         for params, entries in describe_shards(sharding.shards, optimizer.state):
             self._described.append(([names.of(name).global_name for name in params], entries, is_part))
 
-    def _hold_shard(self, shard: MainShard, state: Mapping[str, Any], *, is_part: bool) -> None:
-        flats = {key: value.detach() for key, value in state.items() if is_per_element(key, value, shard.main)}
-        for piece in shard.pieces():
-            like, own = shard.buffer.slots[piece.param].view, self._names.of(piece.param)
-            of_param = {state_name(own.global_name, key): flat for key, flat in flats.items()}
-            if shard.has_own_values:
-                of_param[f"{Prefix.MAIN}{own.global_name}"] = shard.main.detach()
-            for name, flat in of_param.items():
-                if not is_part:
-                    self._share(name, view_like(flat, piece.in_segment.start, like.shape, like.stride()), own)
-                elif self._parts.ddp.ranks.writes(own):
-                    info, values = info_of(name, like, flat.dtype, own), flat[slice(*piece.in_segment)]
-                    self._own.append(Piece(info, piece.in_param.start, piece.in_param.stop, values))
+    def _hold_piece(self, piece: StatePiece, *, is_part: bool) -> None:
+        like, values, own = piece.like, piece.values, self._names.of(piece.param)
+        name = f"{Prefix.MAIN}{own.global_name}" if piece.key is MAIN else state_name(own.global_name, piece.key)
+        if not is_part:
+            self._share(name, view_like(values, 0, like.shape, like.stride()), own)
+        elif self._parts.ddp.ranks.writes(own):
+            info = info_of(name, like, values.dtype, own)
+            self._own.append(Piece(info, piece.in_param.start, piece.in_param.stop, values))
 
     def _hold_whole(self, state: Mapping[Any, Mapping[str, Any]]) -> None:
         """Hold the state of whole parameters."""
@@ -333,14 +325,12 @@ class RunState:
 
 
 def _entry(name: str, key: str, value: Any, param: torch.Tensor, keep: Keep) -> StateEntry:
-    tensor_name = state_name(name, key)
-    if is_per_element(key, value, param):
+    tensor_name, entry = state_name(name, key), describe_entry(key, value, param)
+    if isinstance(value, torch.Tensor) and (entry is None or entry.kind == "elements"):
         keep(tensor_name, value)
-        return StateEntry(key, "elements", dtype_name(value.dtype))
-    if type(value).__name__ in NUMBER_TYPES or (isinstance(value, torch.Tensor) and value.numel() == 1):
-        return describe_number(key, value, param.device)
+    if entry is not None:
+        return entry
     if isinstance(value, torch.Tensor):
-        keep(tensor_name, value)
         return StateEntry(key, "other", dtype_name(value.dtype), shape=tuple(value.shape))
     return StateEntry(key, "plain", number=("json", json.dumps(encode(value, tensor_name, keep))))
 
