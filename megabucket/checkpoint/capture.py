@@ -44,7 +44,7 @@ _SHOWN: Final = 5
 
 
 class Prefix:
-    """The beginnings of the names of tensors."""
+    """Prefixes of tensor names."""
 
     MODEL: Final = "model."
     MAIN: Final = "optim.main."
@@ -137,9 +137,9 @@ class WholeModel:
 
 
 def model_summary(parts: TrainingParts, names: GlobalNames, operation: str) -> dict[str, Any]:
-    """Return this rank's part of the model, as plain values; the first of several ranks reports what they share.
+    """Return this rank's part of the model as plain values. Shared parts are reported by the first rank that has them.
 
-    From now on every value may be read, without waiting for other ranks.
+    Afterwards every value can be read without waiting for other ranks.
 
     Raises:
         PhaseError: a step is open.
@@ -280,11 +280,11 @@ class RunState:
         return Snapshot(pieces, values)
 
     def _is_first_with(self, kind: str, name: str) -> bool:
-        """Return whether no rank before this one has a module buffer, or a module with extra state."""
+        """Return whether this is the lowest rank with a module buffer, or with a module that has extra state."""
         return not any(name in summary[kind] for summary in self._by_rank[: self.ranks.rank])
 
     def _share(self, name: str, tensor: torch.Tensor, identity: ParamIdentity | None = None) -> None:
-        """Hold a tensor that every rank has; with an identity, every rank that the parameter is reduced over."""
+        """Add a tensor that every rank holds, or with an identity every rank of its reduction group: they split the writing."""
         ranks = self._parts.ddp.ranks
         if identity is None or ranks.writes(identity):
             among = ranks.step if identity is None else ranks.by_name[identity.group].communicator
@@ -315,7 +315,7 @@ class RunState:
             self._own.append(Piece(info, piece.in_param.start, piece.in_param.stop, values))
 
     def _hold_whole(self, state: Mapping[Any, Mapping[str, Any]]) -> None:
-        """Hold the state of whole parameters."""
+        """Add the state of whole parameters."""
         for param, of_param in state.items():
             if isinstance(param, torch.Tensor) and of_param:
                 own = self._names.identities[param]
@@ -350,7 +350,7 @@ def values_of_state(optimizer: Json = None) -> dict[str, Json]:
 
 @torch.inference_mode(False)
 def to_host(snapshot: Snapshot, reuse: Sequence[torch.Tensor] = ()) -> Snapshot:
-    """Return a snapshot with values of its own in host memory, which training cannot change any more.
+    """Return a copy of a snapshot in host memory, so that training can go on.
 
     Args:
         reuse: memory of an earlier copy, written again where it fits, so that repeated saves of a run take no new memory.

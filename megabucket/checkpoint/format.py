@@ -208,7 +208,7 @@ class StoredTensor:
     group: str = "dense"
 
     def infos(self, name: str) -> list[TensorInfo]:
-        """Return what each block is."""
+        """Return the description of each block."""
         return [
             TensorInfo(name, self.dtype, block.shape, block.order, block.offset, self.shape, self.group)
             for block in self.blocks
@@ -361,7 +361,7 @@ def first_bytes(contents: memoryview) -> dict[str, int]:
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """Return what two boxes of a tensor have in common, or None without a common element.
+    """Return the intersection of two boxes of a tensor, or None if it has no element.
 
     >>> overlap(((0, 4), (0, 3)), ((2, 6), (1, 9)))
     ((2, 4), (1, 3))

@@ -398,7 +398,7 @@ class StoredOptimizer:
             needed: keys of the numbers of every parameter that has state.
 
         Raises:
-            ValueError: a number of the state is none; or another of ``UNREADABLE``.
+            ValueError: an entry is not the number that it should be; or another of ``UNREADABLE``.
         """
         known, plain = set(), []
         for name, description in self.state.items():
@@ -448,7 +448,7 @@ class _OptimizerStaging:
 
     @classmethod
     def of(cls, staging: Staging, optimizer: torch.optim.Optimizer, names: GlobalNames) -> _OptimizerStaging:
-        """Return it, with the hyperparameters of the checkpoint."""
+        """Prepare to request the state, and decode the hyperparameters of the checkpoint."""
         there = StoredOptimizer.of(staging.stored)
         assert there is not None  # noqa: S101 - else the checkpoint was refused
         groups = []

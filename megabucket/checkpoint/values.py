@@ -1,7 +1,7 @@
 """Plain Python values as JSON, and random numbers as bytes: the state of schedulers, scalers and users, bit by bit.
 
-JSON has no tuples, no keys but text, no nan; each of them becomes an object with one key that begins with ``!``. The JSON only
-names tensors; the caller stores them. Values of other kinds are refused: to read them back would run code that a file names.
+JSON has no tuples, no nan, and only text as keys; each of them becomes an object with one key that begins with ``!``. The JSON
+only names tensors; the caller stores them. Other kinds of values are refused: reading them would run code named by a file.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def capture_rng(device: torch.device) -> dict[str, torch.Tensor]:
     Args:
         device: of the parameters.
     """
-    # Of numpy the generator behind np.random.rand and its like; a program saves generators of its own itself.
+    # numpy: the global generator, behind np.random.rand. A program saves generators that it has made itself.
     states = {"python": random.getstate(), "numpy": np.random.get_state(legacy=True)}
     texts = {name: json.dumps(state, default=np.ndarray.tolist) for name, state in states.items()}
     found = {name: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) for name, text in texts.items()}
