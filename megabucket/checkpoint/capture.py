@@ -30,12 +30,13 @@ from megabucket.ddp.replicas import checksum
 from megabucket.errors import LayoutError, OptimizerParametersError
 from megabucket.layout.identity import ParamIdentity
 from megabucket.optim import DistributedOptimizer
+from megabucket.optim.sharding import Sharding
 from megabucket.optim.shards import MAIN, StatePiece, main_dtype
 from megabucket.optim.state_dict import (
     Description,
     StateEntry,
+    WholeState,
     describe_entry,
-    describe_shards,
     merge_descriptions,
 )
 
@@ -215,9 +216,10 @@ class RunState:
             self._modules[name] = encode(module.get_extra_state(), f"{Prefix.RUN}module.{name}", tensors.__setitem__)
             self._of_modules[name] = [whole_piece(*item) for item in tensors.items()]
         if isinstance(self._parts.optimizer, DistributedOptimizer):
-            self._hold_shards(self._parts.optimizer)
+            self._hold_whole(self._parts.optimizer.sharding.state_of_others)
+            self._hold_shards(self._parts.optimizer.sharding)
         elif self._parts.optimizer is not None:
-            self._hold_whole(self._parts.optimizer.state)
+            self._hold_whole(WholeState(self._parts.optimizer.state))
         if self.ranks.size > 1:
             summary["buffers"] = {name: checksum(buffer) if buffer.numel() else 0 for name, buffer in names.buffers.items()}
         claimed = {name for name, *_ in summary["params"]}
@@ -290,19 +292,14 @@ class RunState:
             among = ranks.step if identity is None else ranks.by_name[identity.group].communicator
             self._shared.setdefault(among, []).append(whole_piece(name, tensor, identity))
 
-    def _hold_shards(self, optimizer: DistributedOptimizer) -> None:
-        sharding, names, is_part = optimizer.sharding, self._names, optimizer.sharding.holder.is_sharded
-        others = sharding.state_of_others
-        self._hold_whole(others.values)
-        for param, main in others.main_values.items():
-            self._share(f"{Prefix.MAIN}{names.params[param]}", main, names.identities[param])
-        self._computed_in |= {names.params[of]: dtype_name(dtype) for of, dtype in others.dtypes.items() if of in names.params}
+    def _hold_shards(self, sharding: Sharding) -> None:
+        names, is_part = self._names, sharding.holder.is_sharded
         for piece in sharding.state_pieces():
             self._hold_piece(piece, is_part=is_part)
         for buffer in sharding.holder.buffers:  # also parameters of which this rank owns nothing
             dtype_here = dtype_name(main_dtype(buffer.param_data.dtype))
             self._computed_in |= {names.of(name).global_name: dtype_here for name in buffer.params}
-        for params, entries in describe_shards(sharding.shards, optimizer.state):
+        for params, entries in sharding.describe():
             self._described.append(([names.of(name).global_name for name in params], entries, is_part))
 
     def _hold_piece(self, piece: StatePiece, *, is_part: bool) -> None:
@@ -314,14 +311,18 @@ class RunState:
             info = info_of(name, like, values.dtype, own)
             self._own.append(Piece(info, piece.in_param.start, piece.in_param.stop, values))
 
-    def _hold_whole(self, state: Mapping[Any, Mapping[str, Any]]) -> None:
+    def _hold_whole(self, whole: WholeState) -> None:
         """Add the state of whole parameters."""
-        for param, of_param in state.items():
+        names = self._names
+        for param, of_param in whole.values.items():
             if isinstance(param, torch.Tensor) and of_param:
-                own = self._names.identities[param]
+                own = names.identities[param]
                 keep = partial(self._share, identity=own)
                 entries = [_entry(own.global_name, key, value, param, keep) for key, value in of_param.items()]
                 self._described.append(([own.global_name], entries, False))
+        for param, main in whole.main_values.items():
+            self._share(f"{Prefix.MAIN}{names.params[param]}", main, names.identities[param])
+        self._computed_in |= {names.params[of]: dtype_name(dtype) for of, dtype in whole.dtypes.items() if of in names.params}
 
 
 def _entry(name: str, key: str, value: Any, param: torch.Tensor, keep: Keep) -> StateEntry:

@@ -30,12 +30,13 @@ from megabucket.optim.elementwise import check_elementwise
 from megabucket.optim.kernels import find_kernels
 from megabucket.optim.members import GroupMembers, tensors_in
 from megabucket.optim.norm import check_norm_settings
-from megabucket.optim.shards import MainShard, Placeholder, StatePiece, Unscale
+from megabucket.optim.shards import MAIN, MainShard, Placeholder, StatePiece, Unscale
 from megabucket.optim.state_dict import (
     ShardHolder,
     ShardState,
     StateCutter,
     WholeState,
+    describe_shards,
     set_groups,
     state_pieces,
     unpack,
@@ -292,6 +293,10 @@ class Sharding:
         """Return the values per element of all shards, main values included, by parameter and key. Local."""
         return chain.from_iterable(state_pieces(shard, self._optimizer.state.get(shard.main) or {}) for shard in self.shards)
 
+    def describe(self) -> list[Any]:
+        """Return descriptions of the state of all shards, as ``describe_shards``."""
+        return describe_shards(self.shards, self._optimizer.state)
+
     def whole_state(self) -> WholeState:
         """Return the state of all parameters, on every rank. A collective call; changes nothing.
 
@@ -324,8 +329,7 @@ class Sharding:
             names: dict[torch.Tensor, str] = {param: name for name, param in self._ddp.module.named_parameters()}
             whole, groups = unpack(self._optimizer, self.members.by_group(), names, state_dict)
             # The layout is the same, so this rank holds the same range of each parameter.
-            pieces = chain.from_iterable(shard.pieces(shard.own_values) for shard in self.shards)
-            cut = self._cut(whole, held={piece.param: piece.values for piece in pieces})
+            cut = self._cut(whole, held={piece.param: piece.values for piece in self.state_pieces() if piece.key is MAIN})
             sums = _checksums(whole, self._ddp.param_names)
             call.by_group = self._by_group(cut.entries, texts_of([read_hyperparameters(groups, waits=True)]), sums)
             call.open()
