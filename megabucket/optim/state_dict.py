@@ -2,8 +2,9 @@
 
 ``WholeState`` is the state of plain torch plus the main values of 16-bit parameters. ``StateCutter`` cuts it into the shards of
 one layout, ``unshard`` reassembles it from the shards of all ranks, ``pack`` and ``unpack`` convert it to a ``state_dict`` and
-back. All work for any optimizer: an entry holds either a value per element, which is cut like its parameter, or one number per
-parameter (a step count). Parameters with different numbers or keys do not share a shard.
+back. Between shards and whole parameters state moves as pieces (``state_pieces``, ``MainShard.pieces``). All work for any
+optimizer: an entry holds either a value per element, which is cut like its parameter, or one number per parameter (a step
+count). Parameters with different numbers or keys do not share a shard.
 """
 
 from __future__ import annotations
@@ -170,17 +171,12 @@ class StateCutter:
 
 
 def _fill(piece: StatePiece, whole: torch.Tensor, param: torch.nn.Parameter) -> None:
-    """Copy the part of whole values that belongs into a piece."""
-    piece.values.copy_(in_memory_order(whole, param, piece.values)[slice(*piece.in_param)])
+    """Copy the piece's range of whole values, in the dtype of the piece.
 
-
-def in_memory_order(values: torch.Tensor, param: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return values per element in the parameter's memory order, as in the buffer: 1D, dtype and device of ``like``.
-
-    For channels-last this is not the order of indices.
+    A range counts in memory order, as in the buffer; for channels-last that is not the order of indices.
     """
-    ordered = torch.empty_strided(param.shape, dense_strides(param), dtype=like.dtype, device=like.device)
-    return ordered.copy_(values).as_strided((param.numel(),), (1,))
+    ordered = torch.empty_strided(param.shape, dense_strides(param), dtype=piece.values.dtype, device=piece.values.device)
+    piece.values.copy_(ordered.copy_(whole).as_strided((param.numel(),), (1,))[slice(*piece.in_param)])
 
 
 # Descriptions of state, which ranks compare and checkpoints store #
