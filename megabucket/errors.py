@@ -754,15 +754,18 @@ class CheckpointInvalidError(CheckpointError):
     Args:
         file: the file that is wrong, within ``path``.
         steps: what else ``root`` holds that looks whole.
+        cause: why it cannot be read; left out, it is damaged.
+        remedy: what to do if no other step can be tried, or as well for a ``cause`` that is given.
     """
 
-    def __init__(self, *, path: str, file: str, problem: str, steps: Sequence[int] = ()) -> None:
+    def __init__(
+        self, *, path: str, file: str, problem: str, steps: Sequence[int] = (), cause: str = "", remedy: str = ""
+    ) -> None:
         self.path, self.file, self.problem, self.steps = path, file, problem, tuple(steps)
         others = f"{step_list(self.steps)} can be tried: name one as the step to read" if steps else ""
-        super().__init__(
-            f"{path}: {file}: {problem}. The file was damaged or changed after it was written, or is not a checkpoint of "
-            f"this library; nothing of it was loaded. {others or 'Restore it from a copy'}."
-        )
+        remedies = [one for one in (remedy, others) if one] or ["Restore it from a copy"]
+        cause = cause or "The file was damaged or changed after it was written, or is not a checkpoint of this library"
+        super().__init__(f"{path}: {file}: {problem}. {cause}; nothing of it was loaded. {'; '.join(remedies)}.")
 
 
 class CheckpointMissingError(CheckpointError):

@@ -133,7 +133,10 @@ def flat(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
 
 
 def in_shape(values: torch.Tensor, shape: Sequence[int], order: Sequence[int]) -> torch.Tensor:
-    """Return the view of flat values in a shape whose dimensions lie in memory in an order, slowest first.
+    """Return a view of flat values in a shape.
+
+    Args:
+        order: the dimensions of the shape as they lie in memory, slowest first.
 
     >>> in_shape(torch.arange(6), (2, 3), (1, 0)).tolist()
     [[0, 2, 4], [1, 3, 5]]

@@ -30,15 +30,13 @@ from megabucket.ddp.replicas import checksum
 from megabucket.errors import LayoutError, OptimizerParametersError
 from megabucket.layout.identity import ParamIdentity
 from megabucket.optim import DistributedOptimizer
-from megabucket.optim.shards import MainShard
+from megabucket.optim.sharding import Sharding
+from megabucket.optim.shards import MAIN, StatePiece, main_dtype
 from megabucket.optim.state_dict import (
-    NUMBER_TYPES,
     Description,
     StateEntry,
-    describe_number,
-    describe_shards,
-    is_per_element,
-    main_dtype,
+    WholeState,
+    describe_entry,
     merge_descriptions,
 )
 
@@ -47,7 +45,7 @@ _SHOWN: Final = 5
 
 
 class Prefix:
-    """The beginnings of the names of tensors."""
+    """Prefixes of tensor names."""
 
     MODEL: Final = "model."
     MAIN: Final = "optim.main."
@@ -107,11 +105,11 @@ class WholeModel:
     names: Collection[str]
     """Parameters and module buffers."""
     modules: Mapping[str, Json]
-    """Extra state of modules, as the first rank has it that has the module."""
+    """Module extra state, from the lowest rank holding the module."""
 
     @classmethod
     def of(cls, by_rank: Sequence[Mapping[str, Any]]) -> WholeModel:
-        """Return it from the ``model_summary`` of each rank.
+        """Build from every rank's ``model_summary``.
 
         Raises:
             LayoutError: some part of the model is on no rank, or on several that do not know of each other.
@@ -140,9 +138,9 @@ class WholeModel:
 
 
 def model_summary(parts: TrainingParts, names: GlobalNames, operation: str) -> dict[str, Any]:
-    """Return this rank's part of the model, as plain values; the first of several ranks reports what they share.
+    """Return this rank's part of the model as plain values. Shared parts are reported by the first rank that has them.
 
-    From now on every value may be read, without waiting for other ranks.
+    Afterwards every value can be read without waiting for other ranks.
 
     Raises:
         PhaseError: a step is open.
@@ -218,9 +216,10 @@ class RunState:
             self._modules[name] = encode(module.get_extra_state(), f"{Prefix.RUN}module.{name}", tensors.__setitem__)
             self._of_modules[name] = [whole_piece(*item) for item in tensors.items()]
         if isinstance(self._parts.optimizer, DistributedOptimizer):
-            self._hold_shards(self._parts.optimizer)
+            self._hold_whole(self._parts.optimizer.sharding.state_of_others)
+            self._hold_shards(self._parts.optimizer.sharding)
         elif self._parts.optimizer is not None:
-            self._hold_whole(self._parts.optimizer.state)
+            self._hold_whole(WholeState(self._parts.optimizer.state))
         if self.ranks.size > 1:
             summary["buffers"] = {name: checksum(buffer) if buffer.numel() else 0 for name, buffer in names.buffers.items()}
         claimed = {name for name, *_ in summary["params"]}
@@ -283,64 +282,56 @@ class RunState:
         return Snapshot(pieces, values)
 
     def _is_first_with(self, kind: str, name: str) -> bool:
-        """Return whether no rank before this one has a module buffer, or a module with extra state."""
+        """Return whether this is the lowest rank with a module buffer, or with a module that has extra state."""
         return not any(name in summary[kind] for summary in self._by_rank[: self.ranks.rank])
 
     def _share(self, name: str, tensor: torch.Tensor, identity: ParamIdentity | None = None) -> None:
-        """Hold a tensor that every rank has; with an identity, every rank that the parameter is reduced over."""
+        """Add a tensor that every rank holds, or with an identity every rank of its reduction group: they split the writing."""
         ranks = self._parts.ddp.ranks
         if identity is None or ranks.writes(identity):
             among = ranks.step if identity is None else ranks.by_name[identity.group].communicator
             self._shared.setdefault(among, []).append(whole_piece(name, tensor, identity))
 
-    def _hold_shards(self, optimizer: DistributedOptimizer) -> None:
-        sharding, names, is_part = optimizer.sharding, self._names, optimizer.sharding.holder.is_sharded
-        others = sharding.state_of_others
-        self._hold_whole(others.values)
-        for param, main in others.main_values.items():
-            self._share(f"{Prefix.MAIN}{names.params[param]}", main, names.identities[param])
-        self._computed_in |= {names.params[of]: dtype_name(dtype) for of, dtype in others.dtypes.items() if of in names.params}
-        for shard in sharding.shards:
-            self._hold_shard(shard, optimizer.state.get(shard.main) or {}, is_part=is_part)
+    def _hold_shards(self, sharding: Sharding) -> None:
+        names, is_part = self._names, sharding.holder.is_sharded
+        for piece in sharding.state_pieces():
+            self._hold_piece(piece, is_part=is_part)
         for buffer in sharding.holder.buffers:  # also parameters of which this rank owns nothing
             dtype_here = dtype_name(main_dtype(buffer.param_data.dtype))
             self._computed_in |= {names.of(name).global_name: dtype_here for name in buffer.params}
-        for params, entries in describe_shards(sharding.shards, optimizer.state):
+        for params, entries in sharding.describe():
             self._described.append(([names.of(name).global_name for name in params], entries, is_part))
 
-    def _hold_shard(self, shard: MainShard, state: Mapping[str, Any], *, is_part: bool) -> None:
-        flats = {key: value.detach() for key, value in state.items() if is_per_element(key, value, shard.main)}
-        for piece in shard.pieces():
-            like, own = shard.buffer.slots[piece.param].view, self._names.of(piece.param)
-            of_param = {state_name(own.global_name, key): flat for key, flat in flats.items()}
-            if shard.has_own_values:
-                of_param[f"{Prefix.MAIN}{own.global_name}"] = shard.main.detach()
-            for name, flat in of_param.items():
-                if not is_part:
-                    self._share(name, view_like(flat, piece.in_segment.start, like.shape, like.stride()), own)
-                elif self._parts.ddp.ranks.writes(own):
-                    info, values = info_of(name, like, flat.dtype, own), flat[slice(*piece.in_segment)]
-                    self._own.append(Piece(info, piece.in_param.start, piece.in_param.stop, values))
+    def _hold_piece(self, piece: StatePiece, *, is_part: bool) -> None:
+        like, values, own = piece.like, piece.values, self._names.of(piece.param)
+        name = f"{Prefix.MAIN}{own.global_name}" if piece.key is MAIN else state_name(own.global_name, piece.key)
+        if not is_part:
+            self._share(name, view_like(values, 0, like.shape, like.stride()), own)
+        elif self._parts.ddp.ranks.writes(own):
+            info = info_of(name, like, values.dtype, own)
+            self._own.append(Piece(info, piece.in_param.start, piece.in_param.stop, values))
 
-    def _hold_whole(self, state: Mapping[Any, Mapping[str, Any]]) -> None:
-        """Hold the state of whole parameters."""
-        for param, of_param in state.items():
+    def _hold_whole(self, whole: WholeState) -> None:
+        """Add the state of whole parameters."""
+        names = self._names
+        for param, of_param in whole.values.items():
             if isinstance(param, torch.Tensor) and of_param:
-                own = self._names.identities[param]
+                own = names.identities[param]
                 keep = partial(self._share, identity=own)
                 entries = [_entry(own.global_name, key, value, param, keep) for key, value in of_param.items()]
                 self._described.append(([own.global_name], entries, False))
+        for param, main in whole.main_values.items():
+            self._share(f"{Prefix.MAIN}{names.params[param]}", main, names.identities[param])
+        self._computed_in |= {names.params[of]: dtype_name(dtype) for of, dtype in whole.dtypes.items() if of in names.params}
 
 
 def _entry(name: str, key: str, value: Any, param: torch.Tensor, keep: Keep) -> StateEntry:
-    tensor_name = state_name(name, key)
-    if is_per_element(key, value, param):
+    tensor_name, entry = state_name(name, key), describe_entry(key, value, param)
+    if isinstance(value, torch.Tensor) and (entry is None or entry.kind == "elements"):
         keep(tensor_name, value)
-        return StateEntry(key, "elements", dtype_name(value.dtype))
-    if type(value).__name__ in NUMBER_TYPES or (isinstance(value, torch.Tensor) and value.numel() == 1):
-        return describe_number(key, value, param.device)
+    if entry is not None:
+        return entry
     if isinstance(value, torch.Tensor):
-        keep(tensor_name, value)
         return StateEntry(key, "other", dtype_name(value.dtype), shape=tuple(value.shape))
     return StateEntry(key, "plain", number=("json", json.dumps(encode(value, tensor_name, keep))))
 
@@ -360,7 +351,7 @@ def values_of_state(optimizer: Json = None) -> dict[str, Json]:
 
 @torch.inference_mode(False)
 def to_host(snapshot: Snapshot, reuse: Sequence[torch.Tensor] = ()) -> Snapshot:
-    """Return a snapshot with values of its own in host memory, which training cannot change any more.
+    """Return a copy of a snapshot in host memory, so that training can go on.
 
     Args:
         reuse: memory of an earlier copy, written again where it fits, so that repeated saves of a run take no new memory.

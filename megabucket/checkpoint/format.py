@@ -2,10 +2,9 @@
 
 The manifest is one JSON object, ``Manifest``, with its seal::
 
-    {"format":"megabucket-checkpoint","version":2,"step":..,"world_size":..,"files":[..],"tensors":{..},"values":{..},"seal":"<hex>"}
+    {"format":"megabucket-checkpoint","version":1,"step":..,"world_size":..,"files":[..],"tensors":{..},"values":{..},"seal":"<hex>"}
 
-A tensor is stored in blocks: one block with all of it, or the blocks that model-parallel ranks hold. Version 1 had whole
-tensors only.
+A tensor is stored in blocks: one block with all of it, or the blocks that model-parallel ranks hold.
 
 The seal is the SHA-256 of every byte before ``,"seal":``, and is checked before the rest is parsed. The manifest holds the
 SHA-256 of every data file. A file with the right hash is the file that was written; its contents are not checked further.
@@ -27,7 +26,7 @@ from itertools import combinations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 if TYPE_CHECKING:
     import torch
@@ -36,8 +35,10 @@ MANIFEST_NAME: Final = "manifest.json"
 _ALIGNMENT: Final = 8
 _LENGTH_BYTES: Final = 8
 _METADATA_KEY: Final = "__metadata__"
-# Manifests of 0.1.0-dev may also carry a signature, which is not used any more.
-_TAIL: Final = re.compile(rb',"seal":"([0-9a-f]{64})"(?:,"hmac":"[0-9a-f]{64}")?}\n\Z')
+_TAIL: Final = re.compile(rb',"seal":"([0-9a-f]{64})"}\n\Z')
+_FORMAT: Final = "megabucket-checkpoint"
+VERSION: Final = 1
+"""The version of the format that is written, and the only one that is read."""
 
 _CODES: Final = {
     1: {"bool": "BOOL", "uint8": "U8", "int8": "I8", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"},
@@ -207,18 +208,11 @@ class StoredTensor:
     group: str = "dense"
 
     def infos(self, name: str) -> list[TensorInfo]:
-        """Return what each block is."""
+        """Return the description of each block."""
         return [
             TensorInfo(name, self.dtype, block.shape, block.order, block.offset, self.shape, self.group)
             for block in self.blocks
         ]
-
-
-def _as_version_2(tensor: Any) -> Any:
-    if isinstance(tensor, dict) and isinstance(tensor.get("shape"), list) and "order" in tensor:
-        # Version 1: the tensor is its only block.
-        return {**tensor, "blocks": [{**tensor, "offset": [0] * len(tensor["shape"])}]}
-    return tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,17 +224,21 @@ class Manifest:
         seal: SHA-256 of the text that the manifest was read from.
     """
 
-    format: Literal["megabucket-checkpoint"] = "megabucket-checkpoint"
-    version: Literal[1, 2] = 2
+    format: Literal["megabucket-checkpoint"] = _FORMAT
+    version: Literal[1] = VERSION
     step: int
     world_size: int
     files: tuple[StoredFile, ...]
-    tensors: dict[str, Annotated[StoredTensor, BeforeValidator(_as_version_2)]]
+    tensors: dict[str, StoredTensor]
     values: dict[str, Any]
     seal: Annotated[str, Field(exclude=True)] = ""
 
 
 _MANIFEST: Final = TypeAdapter(Manifest)
+
+
+class OtherVersionError(ValueError):
+    """A whole manifest is of a version that this library does not read."""
 
 
 def manifest_fields(manifest: Manifest) -> dict[str, Any]:
@@ -294,13 +292,17 @@ def decode_manifest(raw: bytes) -> Manifest:
     """Return the manifest, when its seal is right.
 
     Raises:
-        ValueError: a broken seal, or no manifest of a version that can be read.
+        OtherVersionError: its seal is right, and it is of another version of the format.
+        ValueError: its seal is broken, or it is no manifest.
     """
     body, seal = raw[: _tail(raw).start()], seal_of(raw)
     if hashlib.sha256(body).hexdigest() != seal:
         raise ValueError("its seal is not the SHA-256 of its text")
+    fields = json.loads(body + b"}")
+    if (version := fields.get("version")) != VERSION and fields.get("format") == _FORMAT:
+        raise OtherVersionError(f"it is of version {version!r:.100} of the format")
     try:
-        manifest = _MANIFEST.validate_python(json.loads(body + b"}"))
+        manifest = _MANIFEST.validate_python(fields)
     except ValidationError as error:
         first = error.errors()[0]
         place, found = ".".join(map(str, first["loc"])), f"{first['input']!r:.100}"
@@ -359,7 +361,7 @@ def first_bytes(contents: memoryview) -> dict[str, int]:
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """Return what two boxes of a tensor have in common, or None without a common element.
+    """Return the intersection of two boxes of a tensor, or None if it has no element.
 
     >>> overlap(((0, 4), (0, 3)), ((2, 6), (1, 9)))
     ((2, 4), (1, 3))

@@ -34,14 +34,13 @@ from megabucket.errors import CheckpointMismatchError, name_list
 from megabucket.layout.identity import ParamIdentity
 from megabucket.layout.shards import shard_slices
 from megabucket.optim import DistributedOptimizer
-from megabucket.optim.shards import MainShard
+from megabucket.optim.shards import MAIN, MainShard, main_dtype
 from megabucket.optim.state_dict import (
     NUMBERS_OF,
     Description,
     StateEntry,
     WholeState,
     entry_from_json,
-    main_dtype,
     number_in,
     set_groups,
 )
@@ -384,7 +383,7 @@ class StoredOptimizer:
 
     @classmethod
     def of(cls, stored: Stored) -> StoredOptimizer | None:
-        """Return it, if the checkpoint has one."""
+        """Return the stored optimizer, or None."""
         values: Any = stored.values["optimizer"]
         if not values:
             return None
@@ -399,7 +398,7 @@ class StoredOptimizer:
             needed: keys of the numbers of every parameter that has state.
 
         Raises:
-            ValueError: a number of the state is none; or another of ``UNREADABLE``.
+            ValueError: an entry is not the number that it should be; or another of ``UNREADABLE``.
         """
         known, plain = set(), []
         for name, description in self.state.items():
@@ -449,7 +448,7 @@ class _OptimizerStaging:
 
     @classmethod
     def of(cls, staging: Staging, optimizer: torch.optim.Optimizer, names: GlobalNames) -> _OptimizerStaging:
-        """Return it, with the hyperparameters of the checkpoint."""
+        """Prepare to request the state, and decode the hyperparameters of the checkpoint."""
         there = StoredOptimizer.of(staging.stored)
         assert there is not None  # noqa: S101 - else the checkpoint was refused
         groups = []
@@ -499,13 +498,13 @@ class _OptimizerStaging:
                 state[entry.key] = flats[entry.key] = torch.zeros_like(shard.main, dtype=dtype, requires_grad=False)
             else:
                 state[entry.key] = _number(entry, shard.main.device, group)
-        for piece in shard.pieces():  # the gaps between them stay zero
-            like, own, in_segment = shard.buffer.slots[piece.param].view, self.names.of(piece.param), slice(*piece.in_segment)
-            for key, flat in flats.items():
-                staging.want(state_name(own.global_name, key), like, piece.in_param.start, flat[in_segment], own)
-            if shard.has_own_values:
-                source = source_of(staging.stored.tensors, own.global_name, shard.main.dtype)
-                staging.want(source, like, piece.in_param.start, shard.main.detach()[in_segment], own)
+        for piece in shard.pieces({**flats, **shard.own_values}):  # the gaps between them stay zero
+            own = self.names.of(piece.param)
+            if piece.key is MAIN:
+                name = source_of(staging.stored.tensors, own.global_name, piece.values.dtype)
+            else:
+                name = state_name(own.global_name, piece.key)
+            staging.want(name, piece.like, piece.in_param.start, piece.values, own)
         return state
 
     def _others(self, optimizer: DistributedOptimizer) -> WholeState:

@@ -33,8 +33,10 @@ from megabucket.checkpoint.file_system import NUM_FILE_THREADS, read_file, reaso
 from megabucket.checkpoint.format import (
     ITEM_BYTES,
     MANIFEST_NAME,
+    VERSION,
     Json,
     Manifest,
+    OtherVersionError,
     Piece,
     StoredFile,
     StoredRange,
@@ -347,6 +349,9 @@ def _open(root: Path, directory: StepDirectory) -> StoredCheckpoint:
     try:
         manifest = decode_manifest(bytes(read_file(path / MANIFEST_NAME, _MAX_MANIFEST_BYTES)))
         missing = [file.name for file in manifest.files if not os.path.lexists(path / file.name)]
+    except OtherVersionError as error:
+        cause, remedy = f"This megabucket reads version {VERSION} only", "Load it with the megabucket that wrote it"
+        raise invalid(path, MANIFEST_NAME, str(error), cause=cause, remedy=remedy) from None
     except (OSError, ValueError) as error:
         if not path.exists():
             raise CheckpointMissingError(root=str(root), wanted=f"step {directory.step}", steps=saved_steps(root)) from None
@@ -365,8 +370,10 @@ def _read_problem(error: Exception) -> str:
     return f"it cannot be read: {reason_of(error)}" if isinstance(error, OSError) else str(error)
 
 
-def invalid(path: Path, file: str, problem: str, steps: Sequence[int] | None = None) -> CheckpointInvalidError:
+def invalid(
+    path: Path, file: str, problem: str, steps: Sequence[int] | None = None, *, cause: str = "", remedy: str = ""
+) -> CheckpointInvalidError:
     """Return the error about a file of a checkpoint; it names the other steps that are there."""
     if steps is None:
         steps = saved_steps(path.parent, but=StepDirectory.parse(path.name))
-    return CheckpointInvalidError(path=str(path), file=file, problem=problem, steps=steps)
+    return CheckpointInvalidError(path=str(path), file=file, problem=problem, steps=steps, cause=cause, remedy=remedy)

@@ -1,7 +1,7 @@
 """Plain Python values as JSON, and random numbers as bytes: the state of schedulers, scalers and users, bit by bit.
 
-JSON has no tuples, no keys but text, no nan; each of them becomes an object with one key that begins with ``!``. The JSON only
-names tensors; the caller stores them. Values of other kinds are refused: to read them back would run code that a file names.
+JSON has no tuples, no nan, and only text as keys; each of them becomes an object with one key that begins with ``!``. The JSON
+only names tensors; the caller stores them. Other kinds of values are refused: reading them would run code named by a file.
 """
 
 from __future__ import annotations
@@ -110,7 +110,6 @@ def decode(value: Json, find: Find = _no_tensor) -> Any:
 
 def _decode_tagged(tag: str, content: Any, find: Find) -> Any:
     readers: dict[str, Callable[[Any], Any]] = {
-        "!int": int,  # large ones, by earlier versions
         "!float": float,
         "!bytes": bytes.fromhex,
         "!tuple": lambda items: tuple(decode(item, find) for item in items),
@@ -120,7 +119,6 @@ def _decode_tagged(tag: str, content: Any, find: Find) -> Any:
             parts[1]
         ),
         "!tensor": find,
-        "!json": lambda text: decode(json.loads(text), find),  # deep values, by earlier versions
     }
     return readers[tag](content)
 
@@ -131,12 +129,12 @@ def capture_rng(device: torch.device) -> dict[str, torch.Tensor]:
     Args:
         device: of the parameters.
     """
-    # Of numpy the generator behind np.random.rand and its like; a program saves generators of its own itself.
+    # numpy: the global generator, behind np.random.rand. A program saves generators that it has made itself.
     states = {"python": random.getstate(), "numpy": np.random.get_state(legacy=True)}
     texts = {name: json.dumps(state, default=np.ndarray.tolist) for name, state in states.items()}
     found = {name: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) for name, text in texts.items()}
-    # get_rng_state() holds the lock of the generator while Python makes an object. If that collects garbage, freeing a large
-    # tensor lets another thread run, and one that wants the generator, too, waits with Python's lock: neither ever goes on.
+    # Not get_rng_state(): it makes a Python object under the generator's lock, so garbage may be collected there. Holding the
+    # generator lock across a GC can deadlock with a thread holding the GIL.
     found["torch"] = torch.default_generator.clone_state().get_state()
     if Accelerator.of(device) is not None:
         found[device.type] = torch.get_device_module(device).get_rng_state(device)

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 from megabucket.errors import rank_list, values_by_rank
 from megabucket.units import format_seconds
 
-SCHEMA_VERSION: Final = 3
+SCHEMA_VERSION: Final = 1
 """Version of the JSON form; raised when a key changes its meaning."""
 
 

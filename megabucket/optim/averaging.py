@@ -106,15 +106,11 @@ def param_norms(optimizer: DistributedOptimizer) -> Iterator[dict[str, ParamNorm
     with ddp.sync.call("param_norms()") as call:
         optimizer.sharding.settle("param_norms()")
         squared_norms = torch.zeros(len(names), 3, dtype=torch.float64, device=device)
-        row_of = dict(zip(names, squared_norms, strict=True))
+        row_of = {name: dict(zip(ParamNorms._fields, row, strict=True)) for name, row in zip(names, squared_norms, strict=True)}
         for shard, values in before.items():
-            main = shard.main.detach()
-            for piece in shard.pieces():
-                here = slice(*piece.in_segment)
-                parts = shard.grad[here], main[here], main[here] - values[here]
-                row_of[piece.param] += torch.stack(
-                    [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
-                ).square()
+            after = shard.main.detach()
+            for piece in shard.pieces({"grad": shard.grad, "weight": after, "update": after - values}):
+                row_of[piece.param][piece.key] += torch.linalg.vector_norm(piece.values, dtype=torch.float64).square()
         call.open()
         for group, reduction in ddp.ranks.by_name.items():
             rows = [index for index, name in enumerate(names) if ddp.identities[name].group == group]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, overload
+from typing import Any, Final, Literal, Protocol, TypeVar, overload
 
 import torch
 
@@ -22,11 +22,9 @@ from megabucket.ddp.step import AGREED, REPORTED, UPDATING, StepState
 from megabucket.errors import ConfigError, PhaseError, UnreducedGradientsError, name_list, refuse_copies
 from megabucket.optim.kernels import find_kernels
 from megabucket.optim.norm import GlobalNorm, check_norm_settings, clip_by_norm
-from megabucket.optim.shards import CHECK_AND_UNSCALE, MainShard, Sharding
+from megabucket.optim.sharding import Sharding
+from megabucket.optim.shards import CHECK_AND_UNSCALE, MainShard
 from megabucket.optim.state_dict import pack
-
-if TYPE_CHECKING:
-    from megabucket.optim.chained import ChainedOptimizer
 
 _Loss = TypeVar("_Loss")
 _grad: Final = attrgetter("grad")
@@ -53,6 +51,15 @@ class StepResult:
     """Why parameters were not changed, with the parameters at fault on this rank; empty if they were."""
     num_zeros: int | None = None
     """Zeros in the whole gradient, each counted once; ``None`` if they were not counted."""
+
+
+class Unscaling(Protocol):
+    """An optimizer that handles the calls of loss scalers."""
+
+    answered: weakref.ref[torch.Tensor] | None
+
+    def unscale_grads(self, inv_scale: float | torch.Tensor) -> bool:
+        """Finish the gradient sync and multiply the gradients; return whether all ranks skip the step."""
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -129,7 +136,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._versions: list[int] = []  # of the 16-bit gradients that were widened for it
         self.answered: weakref.ref[torch.Tensor] | None = None
         """The ``found_inf`` of the last scaler call. The scaler keeps it until its ``update()``."""
-        self.scaled_with: ChainedOptimizer | None = None
+        self.scaled_with: Unscaling | None = None
         """The chain that handles scaler calls for this optimizer and others."""
         self._begin_on_shards()
         ddp.follow_rebuilds(self)
@@ -137,8 +144,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _begin_on_shards(self) -> None:
         policy, grads = self.ddp.policy, [buffer.grad_data for buffer in self.ddp.param_and_grad_buffers]
         self._has_norm = self.sharding.check_norm(is_wanted=False)
-        pieces = chain.from_iterable(shard.pieces() for shard in self.sharding.shards if shard.counts)
-        self._counted_numel = sum(piece.in_segment.numel for piece in pieces)  # without alignment gaps
+        pieces = chain.from_iterable(shard.pieces({"grad": shard.grad}) for shard in self.sharding.shards if shard.counts)
+        self._counted_numel = sum(piece.in_param.numel for piece in pieces)  # without alignment gaps
         self._kernels = find_kernels(self._settings["kernels"], grads[0].device)
         self.global_norm = self._norm_of_type(self._settings["norm_type"])
         self.ddp.sync.expect_updates(jointly=self._is_sharded or self.global_norm.is_collective)

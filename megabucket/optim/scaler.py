@@ -59,7 +59,7 @@ class ConstantGradScaler:
         Raises:
             MegabucketError: as ``DistributedOptimizer.step``.
         """
-        if not optimizer.is_unscaled:  # what was found in a step that was dropped is not about this one
+        if not optimizer.is_unscaled:  # the result of a dropped step does not hold for this one
             self.unscale_(optimizer)
         return optimizer.last_step if self._found_inf[id(optimizer)] else optimizer.step()
 

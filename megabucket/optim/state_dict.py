@@ -2,8 +2,9 @@
 
 ``WholeState`` is the state of plain torch plus the main values of 16-bit parameters. ``StateCutter`` cuts it into the shards of
 one layout, ``unshard`` reassembles it from the shards of all ranks, ``pack`` and ``unpack`` convert it to a ``state_dict`` and
-back. All work for any optimizer: an entry holds either a value per element, which is cut like its parameter, or one number per
-parameter (a step count). Parameters with different numbers or keys do not share a shard.
+back. Between shards and whole parameters state moves as pieces (``state_pieces``, ``MainShard.pieces``). All work for any
+optimizer: an entry holds either a value per element, which is cut like its parameter, or one number per parameter (a step
+count). Parameters with different numbers or keys do not share a shard.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from types import MappingProxyType
@@ -24,11 +25,10 @@ from megabucket.buffer import ParamAndGradBuffer, dtype_name, dtype_named, view_
 from megabucket.buffer.param_and_grad_buffer import dense_strides
 from megabucket.comm import AllGather, Communicator, exchange
 from megabucket.errors import CheckpointMismatchError, OptimizerParametersError
-from megabucket.layout import Span
+from megabucket.optim.shards import MAIN, MainShard, StatePiece, main_dtype
 
 if TYPE_CHECKING:
     from megabucket.ddp.step import GradSync
-    from megabucket.optim.shards import MainShard
 
 NUMBERS_OF: Final[Mapping[type[torch.optim.Optimizer], frozenset[str]]] = MappingProxyType(
     {
@@ -75,9 +75,10 @@ def is_per_element(key: str, value: Any, like: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == like.shape and key not in KNOWN_NUMBERS
 
 
-def main_dtype(param_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of computation for parameters of a dtype: at least float32."""
-    return torch.float32 if param_dtype.itemsize < torch.float32.itemsize else param_dtype
+def state_pieces(shard: MainShard, state: Mapping[str, Any]) -> Iterator[StatePiece]:
+    """Return the values per element of one shard: those of its state, and its own main values, by parameter and key."""
+    elements = {key: value.detach() for key, value in state.items() if is_per_element(key, value, shard.main)}
+    return shard.pieces({**elements, **shard.own_values})
 
 
 # From whole parameters to shards #
@@ -135,40 +136,47 @@ class StateCutter:
     def state_of(self, shard: MainShard) -> ShardState:
         """Return the state of one shard, whose parameters have the same signature."""
         param = self._params[shard.segment.params[0]]
-        return {
-            key: self._cut(shard, key) if is_per_element(key, value, param) else copy.deepcopy(value)
-            for key, value in self._whole.of(param).items()
-        }
-
-    def _cut(self, shard: MainShard, key: str) -> torch.Tensor:
-        """Return the values per element in the shard's order, with zeros in the gaps between parameters."""
-        param = self._params[shard.segment.params[0]]
-        first = self._whole.of(param)[key]
-        follows = self._whole.follows_param(param, first)
-        flat = torch.zeros_like(shard.main, dtype=shard.main.dtype if follows else first.dtype)
-        for piece in shard.pieces():
-            param = self._params[piece.param]
-            values = in_memory_order(self._whole.of(param)[key], param, flat)
-            flat[slice(*piece.in_segment)] = values[slice(*piece.in_param)]
-        return flat
+        flats: dict[str, torch.Tensor] = {}
+        for key, value in self._whole.of(param).items():
+            if is_per_element(key, value, param):
+                dtype = shard.main.dtype if self._whole.follows_param(param, value) else value.dtype
+                flats[key] = torch.zeros_like(shard.main, dtype=dtype)
+        for piece in shard.pieces(flats):  # the gaps between them stay zero
+            of_piece = self._params[piece.param]
+            _fill(piece, self._whole.of(of_piece)[piece.key], of_piece)
+        return {key: flats[key] if key in flats else copy.deepcopy(value) for key, value in self._whole.of(param).items()}
 
     @torch.no_grad()
-    def restore_main_values(self, shard: MainShard) -> None:
-        """Restore main values in a shard where they still round to the parameters."""
-        for piece in shard.pieces() if shard.has_own_values else ():
+    def restore_main_values(self, shard: MainShard, held: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Restore main values in a shard where they still round to the parameters.
+
+        Args:
+            held: by parameter, the values of this rank's range that stay where there are no others. Given, all values are
+                taken without comparing them to the parameters.
+        """
+        if not shard.has_own_values or not (self._whole.main_values or held):
+            return
+        saved = shard.main.detach().clone()
+        for piece in shard.pieces({MAIN: saved}):
             param = self._params[piece.param]
-            earlier = self._whole.main_values.get(param)
-            if earlier is not None and earlier.shape == param.shape:
-                shard.restore_values(in_memory_order(earlier, param, shard.main)[slice(*piece.in_param)], piece.in_segment)
+            whole = self._whole.main_values.get(param)
+            if whole is not None and whole.shape == param.shape:
+                _fill(piece, whole, param)
+            elif held is not None and piece.param in held:
+                piece.values.copy_(held[piece.param])
+        if held is None:
+            shard.restore_values(saved)
+        else:
+            shard.main.copy_(saved)
 
 
-def in_memory_order(values: torch.Tensor, param: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return values per element in the parameter's memory order, as in the buffer: 1D, dtype and device of ``like``.
+def _fill(piece: StatePiece, whole: torch.Tensor, param: torch.nn.Parameter) -> None:
+    """Copy the piece's range of whole values, in the dtype of the piece.
 
-    For channels-last this is not the order of indices.
+    A range counts in memory order, as in the buffer; for channels-last that is not the order of indices.
     """
-    ordered = torch.empty_strided(param.shape, dense_strides(param), dtype=like.dtype, device=like.device)
-    return ordered.copy_(values).as_strided((param.numel(),), (1,))
+    ordered = torch.empty_strided(param.shape, dense_strides(param), dtype=piece.values.dtype, device=piece.values.device)
+    piece.values.copy_(ordered.copy_(whole).as_strided((param.numel(),), (1,))[slice(*piece.in_param)])
 
 
 # Descriptions of state, which ranks compare and checkpoints store #
@@ -202,11 +210,22 @@ Description = tuple[StateEntry, ...]
 """The state of one parameter, in the order of its keys."""
 
 
-def _describe_entry(key: str, value: Any, shard: MainShard) -> StateEntry:
-    if is_per_element(key, value, shard.main):
+def describe_entry(key: str, value: Any, like: torch.Tensor) -> StateEntry | None:
+    """Describe a value per element or a number; return None for anything else.
+
+    Args:
+        like: the shard or parameter that the state belongs to.
+    """
+    if is_per_element(key, value, like):
         return StateEntry(key, "elements", dtype_name(value.dtype))
-    if type(value).__name__ in _READERS or (isinstance(value, torch.Tensor) and value.numel() == 1):
-        return describe_number(key, value, shard.main.device)
+    if type(value).__name__ in NUMBER_TYPES or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return describe_number(key, value, like.device)
+    return None
+
+
+def _describe_in_shard(key: str, value: Any, shard: MainShard) -> StateEntry:
+    if (entry := describe_entry(key, value, shard.main)) is not None:
+        return entry
     found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
     raise OptimizerParametersError(
         problem="the optimizer holds, for a flat shard, state that is neither one value per element nor one number, so it "
@@ -299,9 +318,10 @@ def unshard(shards: Sequence[MainShard], state: Mapping[torch.Tensor, Mapping[st
         described = merge_descriptions(answers)
         call.open()
         for buffer in holder.buffers:
-            inside = [shard for shard in shards if shard.buffer is buffer]
-            values |= _put_together(buffer, inside, state, described, holder)
-            main_values |= _main_values(buffer, inside, holder)
+            inside = (state_pieces(shard, state.get(shard.main) or {}) for shard in shards if shard.buffer is buffer)
+            pieces = list(chain.from_iterable(inside))
+            values |= _put_together(buffer, pieces, described, holder)
+            main_values |= _main_values(buffer, pieces, holder)
             dtypes |= dict.fromkeys(buffer.params.values(), main_dtype(buffer.param_data.dtype))
     return WholeState(values, main_values, dtypes)
 
@@ -328,7 +348,7 @@ def describe_shards(shards: Iterable[MainShard], state: Mapping[torch.Tensor, Ma
         OptimizerParametersError: an entry is neither one value per element nor one number.
     """
     return [
-        (shard.segment.params, [_describe_entry(key, value, shard) for key, value in (state.get(shard.main) or {}).items()])
+        (shard.segment.params, [_describe_in_shard(key, value, shard) for key, value in (state.get(shard.main) or {}).items()])
         for shard in shards
     ]
 
@@ -365,8 +385,7 @@ ByParam = dict[torch.Tensor, torch.Tensor]
 
 def _put_together(
     buffer: ParamAndGradBuffer,
-    shards: Sequence[MainShard],
-    state: Mapping[torch.Tensor, Mapping[str, Any]],
+    pieces: Sequence[StatePiece],
     described: Mapping[str, Description],
     holder: ShardHolder,
 ) -> dict[torch.Tensor, dict[str, Any]]:
@@ -382,37 +401,38 @@ def _put_together(
             if entry.kind == "elements":
                 holders.setdefault(entry, []).append(name)
     for entry in sorted(holders):  # the same order on every rank
-        own = [(shard.segment.span, state[shard.main][entry.key]) for shard in shards if entry.key in state.get(shard.main, {})]
-        own = [(span, values) for span, values in own if dtype_name(values.dtype) == entry.dtype]
-        for param, values in _gather(buffer, holders[entry], own, dtype_named(entry.dtype), holder).items():
+        dtype = dtype_named(entry.dtype)
+        own = [piece for piece in pieces if piece.key == entry.key and piece.values.dtype == dtype]
+        for param, values in _gather(buffer, holders[entry], own, dtype, holder).items():
             whole[param][entry.key] = values
     return whole
 
 
-def _main_values(buffer: ParamAndGradBuffer, shards: Sequence[MainShard], holder: ShardHolder) -> ByParam:
+def _main_values(buffer: ParamAndGradBuffer, pieces: Sequence[StatePiece], holder: ShardHolder) -> ByParam:
     dtype = main_dtype(buffer.param_data.dtype)
     if dtype == buffer.param_data.dtype:
         # The buffer itself holds the main values, complete on every rank, for parameters that were made 16-bit since.
         narrowed = [name for name, param in buffer.params.items() if main_dtype(param.dtype) != param.dtype]
         return _cut_out(buffer, narrowed, buffer.param_data)
-    return _gather(buffer, list(buffer.params), [(shard.segment.span, shard.main) for shard in shards], dtype, holder)
+    return _gather(buffer, list(buffer.params), [piece for piece in pieces if piece.key is MAIN], dtype, holder)
 
 
 def _gather(
     buffer: ParamAndGradBuffer,
     names: Sequence[str],
-    own: Iterable[tuple[Span, torch.Tensor]],
+    own: Iterable[StatePiece],
     dtype: torch.dtype,
     holder: ShardHolder,
 ) -> ByParam:
     """Return the values of some parameters, each in its shape and memory order.
 
     Args:
-        own: this rank's flat pieces, with their ranges of the buffer.
+        own: this rank's values, also of parameters that are not named.
     """
     flat = torch.zeros(buffer.layout.numel, dtype=dtype, device=buffer.param_data.device)  # 1D
-    for span, values in own:
-        flat[span.start : span.stop] = values
+    for piece in own:
+        start = buffer.layout.params[piece.param].start
+        flat[start + piece.in_param.start : start + piece.in_param.stop] = piece.values
     if holder.is_sharded:
         communicator = holder.communicator(buffer)
         wanted = sorted({buffer.layout.params[name].bucket for name in names})

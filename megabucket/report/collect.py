@@ -28,7 +28,7 @@ from megabucket.report.measured import Measured, MeasuredPlan
 from megabucket.units import format_seconds
 
 SCHEMA: Final = "megabucket.report"
-SCHEMA_VERSION: Final = 4
+SCHEMA_VERSION: Final = 1
 
 OWNERS_SHOWN: Final = 4
 """Groups of ranks listed for each bucket, counted from rank 0; the last group is added."""

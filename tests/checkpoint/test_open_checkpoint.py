@@ -8,6 +8,7 @@ import pytest
 import megabucket.checkpoint.stored
 from faults.checkpoints import sample
 from megabucket.checkpoint.file_system import read_file
+from megabucket.checkpoint.format import seal_body
 from megabucket.checkpoint.ranks import AloneRanks
 from megabucket.checkpoint.save import SaveSettings
 from megabucket.checkpoint.stored import open_checkpoint
@@ -49,6 +50,20 @@ def test_what_is_stored_is_described_without_reading_data(root):
     assert list(stored.tensors) == sorted(info.name for info in sample.infos())
     assert set(stored.tensors.values()) == set(sample.infos())
     assert stored.values == sample.values_of(3)
+
+
+def test_a_checkpoint_of_another_version_says_so_and_is_not_called_damaged(root):
+    manifest = root / "step-00000002" / "manifest.json"
+    body = manifest.read_bytes().replace(b'"version":1', b'"version":2', 1)
+    manifest.write_bytes(seal_body(body[: body.rindex(b',"seal":')]))
+
+    with pytest.raises(CheckpointInvalidError) as caught:
+        open_checkpoint(root, 2)
+
+    assert str(caught.value) == (
+        f"{manifest.parent}: manifest.json: it is of version 2 of the format. This megabucket reads version 1 only; nothing of "
+        "it was loaded. Load it with the megabucket that wrote it; steps 1, 3 can be tried: name one as the step to read."
+    )
 
 
 def test_a_directory_without_checkpoints_is_missing_them(tmp_path):

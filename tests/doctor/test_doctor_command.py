@@ -39,7 +39,7 @@ def invoke(*arguments):
 
 def check_schema(report):
     assert {key: type(value) for key, value in report.items()} == REPORT_TYPES
-    assert report["schema"] == 3
+    assert report["schema"] == 1
     for line in report["lines"]:
         assert {key: type(value) for key, value in line.items()} == LINE_TYPES
         assert line["status"] in STATUSES

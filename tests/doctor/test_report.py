@@ -16,7 +16,7 @@ def test_the_json_form_holds_everything():
 
     first = {"question": "question", "status": "holds", "answer": "yes", "meaning": "means something", "ranks": []}
     assert report.to_dict() == {
-        "schema": 3,
+        "schema": 1,
         "is_healthy": False,
         "backend": "gloo",
         "device": "cpu",

@@ -12,8 +12,8 @@ from megabucket.ddp.groups import single
 from megabucket.ddp.step import GradSync
 from megabucket.errors import OptimizerParametersError, PeerFailedError
 from megabucket.layout.segments import plan_segments
-from megabucket.optim.shards import MainShard
-from megabucket.optim.state_dict import ShardHolder, StateCutter, WholeState, unshard
+from megabucket.optim.shards import MAIN, MainShard
+from megabucket.optim.state_dict import ShardHolder, StateCutter, WholeState, state_pieces, unshard
 from megabucket.testing import LoopbackWorld, layout_inputs, param_specs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -177,6 +177,29 @@ def two_ranks(state_of, *, numels=(100, 100), bucket_size=None):
         return ranks
 
     return world, world.run(play)
+
+
+def test_pieces_are_the_ranges_of_each_key_with_main_values_last():
+    specs = [ParamSpec("a", (200,), "bfloat16"), ParamSpec("b", (100,), "bfloat16")]
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    layout = build_layout(specs, config, dp_size=2)
+    world = LoopbackWorld(2)
+
+    def play(rank):
+        params = {spec.name: torch.nn.Parameter(torch.ones(spec.shape, dtype=torch.bfloat16)) for spec in specs}
+        state = {param: {"m": torch.ones_like(param), "step": 3} for param in params.values()}
+        communicator = world.communicator(rank)
+        ranks = RankState(layout, params, {"a": 0, "b": 0}, WholeState(state), communicator=communicator, config=config)
+        pieces = [piece for shard in ranks.shards for piece in state_pieces(shard, ranks.state[shard.main])]
+        assert all(len(piece.values) == piece.in_param.numel for piece in pieces)
+        assert all(piece.like.shape == params[piece.param].shape for piece in pieces)
+        return [(piece.param, tuple(piece.in_param), piece.key) for piece in pieces]
+
+    # b is at 0:100 and a at 128:328, in one bucket of 384 elements: each rank has 192 of them.
+    assert world.run(play) == [
+        [("b", (0, 100), "m"), ("b", (0, 100), MAIN), ("a", (0, 64), "m"), ("a", (0, 64), MAIN)],
+        [("a", (64, 200), "m"), ("a", (64, 200), MAIN)],
+    ]
 
 
 class TestExamples:
