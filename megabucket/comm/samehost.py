@@ -47,16 +47,9 @@ from megabucket.comm.communicator import (
     ReduceScatter,
 )
 from megabucket.comm.exchange import exchange
-from megabucket.comm.gloo import (
-    Operation,
-    Plan,
-    additions_of,
-    can_exchange_among,
-    divisions,
-    places_in_sums,
-    ring_blocks,
-)
+from megabucket.comm.gloo import additions_of, can_exchange_among, places_in_sums, ring_blocks
 from megabucket.comm.liveness import identify_this_process
+from megabucket.comm.plan import Operation, Plan, divisions
 from megabucket.comm.torch import ProcessGroupCommunicator, WorkHandle
 from megabucket.trace.recorder import CollectiveRecord
 

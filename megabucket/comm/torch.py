@@ -41,8 +41,9 @@ from megabucket.comm.communicator import (
     ReduceScatter,
 )
 from megabucket.comm.device import Accelerator, Arrived, HostCopy
-from megabucket.comm.gloo import Operation, Plan
+from megabucket.comm.gloo import GlooPlan
 from megabucket.comm.liveness import Heartbeat, Liveness, PeerWatch, Work, report_before_wrap, wait_slice
+from megabucket.comm.plan import Operation, Plan
 from megabucket.errors import (
     CollectiveError,
     ConfigError,
@@ -162,12 +163,13 @@ class _Channel(Communicator):
     @torch.inference_mode(False)  # memory of a kept plan is used by later launches
     def _plan(self, batch: Batch, *, is_kept: bool) -> Plan:
         backend = self._backend(batch[0].full.device)
-        plan = Plan(rank=self.rank, size=self.size, is_gloo=backend in _GLOO_LIKE, is_kept=is_kept)
+        kind = GlooPlan if backend == "gloo" else Plan
+        plan = kind(rank=self.rank, size=self.size, is_gloo=backend in _GLOO_LIKE, is_kept=is_kept)
         plan.accelerator = Accelerator.of(batch[0].full.device)
         wide = [call for call in batch if isinstance(call, ReduceScatter) and call.in_fp32]
         rest = [call for call in batch if call not in wide]
         plan.add_in_fp32(wide)
-        if rest and backend == "gloo":
+        if rest and isinstance(plan, GlooPlan):
             # All ranks plan the same batches in the same order, so they run out of room at the same one.
             self._room_bytes -= plan.add_for_gloo(rest, room_bytes=self._room_bytes if is_kept else None)
         elif rest:
@@ -400,8 +402,8 @@ class WorkHandle(Handle):
             is_large = is_large or wants_time  # the thread notes the time of completion
         if plan.is_gloo and (is_large or run is not None):
             self._job = Job(self._complete_in_background)
-        is_passing = plan.is_gloo and not plan.is_kept
-        self._passing = [(held, use_count(held)) for start in plan.starts for held in start.tensors] if is_passing else []
+        is_transient = plan.is_gloo and not plan.is_kept
+        self._transient = [(held, use_count(held)) for start in plan.starts for held in start.tensors] if is_transient else []
         self._sent: list[Any] = []  # the number of the launch, then its works: filled by a single C call
         self._completed: list[None] = []  # not empty once the operations after the works are done
 
@@ -467,9 +469,9 @@ class WorkHandle(Handle):
         self._complete(plan)
         self._plan = None
         link.num_open -= 1
-        if self._passing:
+        if self._transient:
             works, self._sent = [], [number]  # works hold the tensors
-            _await_release(self._passing)
+            _await_release(self._transient)
         if self._launch is not None:
             self._launch.note("wait_stop")
 
