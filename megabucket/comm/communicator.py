@@ -218,6 +218,14 @@ class Communicator(ABC):
         """Return the number of a rank of this group in errors: its place among all ranks of the wrapper."""
         return self.progress.number_of(self.members[rank], rank)
 
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory for a buffer of parameters or gradients: 1D, contiguous, not initialized.
+
+        The place for a pool, for symmetric or registered memory. A wrapper calls it for each buffer when it wraps and rebuilds,
+        on all ranks in one order, and drops its references at ``detach()``.
+        """
+        return torch.empty(numel, dtype=dtype, device=device)
+
     def prepare(self, calls: Sequence[Call]) -> Batch:
         """Return the calls as a batch for many launches. Calls on empty tensors are left out.
 
@@ -393,3 +401,55 @@ class LocalCommunicator(Communicator):
 
     def _handle(self, batch: Batch, record: CollectiveRecord, *, is_kept: bool) -> Handle:  # noqa: ARG002 - the port's
         raise InvariantError(f"{record.label}: a single rank launches no collectives, got {len(batch)} calls")
+
+
+class ForwardingCommunicator(Communicator):
+    """A communicator around another one, to which it passes everything on: the base for decorators.
+
+    A decorator overrides ``_handle``, for launches on data, and whatever else it does in another way. Messages between ranks go
+    over the control channel of the inner communicator, past the decorator. See docs/contributing/wire.md.
+
+    Args:
+        inner: the wrapped communicator. It has the same ranks, and the same progress and recorders.
+    """
+
+    def __init__(self, inner: Communicator) -> None:
+        super().__init__(rank=inner.rank, size=inner.size)
+        self.inner = inner
+        """The wrapped communicator."""
+        self.progress, self.control, self.members = inner.progress, inner.control, inner.members
+
+    def handle_on_inner(self, calls: Sequence[Call], *, label: str, is_kept: bool) -> Handle:
+        """Return a launch of calls on the inner communicator that has not started. Errors: as ``handle``.
+
+        Args:
+            is_kept: whether the caller will launch the same batch again; then the inner communicator may keep a plan on it.
+        """
+        return self.inner.handle(calls if is_kept else tuple(calls), label=label)
+
+    def _handle(self, batch: Batch, record: CollectiveRecord, *, is_kept: bool) -> Handle:
+        return self.handle_on_inner(batch, label=record.label, is_kept=is_kept)
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory of the inner communicator."""
+        return self.inner.allocate(numel, dtype, device)
+
+    def read(self, values: torch.Tensor, *, label: str) -> torch.Tensor:
+        """Return values that the host may read."""
+        return self.inner.read(values, label=label)
+
+    def wait_for(self, device: torch.device, *, label: str) -> None:
+        """Wait until the current stream of a device has finished."""
+        self.inner.wait_for(device, label=label)
+
+    def break_off(self, error: Finding) -> None:
+        """Launch nothing more, and notify the other ranks."""
+        self.inner.break_off(error)
+
+    def close(self) -> None:
+        """End the threads and groups of the inner communicator."""
+        self.inner.close()
+
+    def clock_for(self, device: torch.device) -> Clock:
+        """Return the clock of the inner communicator."""
+        return self.inner.clock_for(device)

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -41,7 +41,7 @@ from megabucket.comm.communicator import (
     Batch,
     Call,
     Communicator,
-    Finding,
+    ForwardingCommunicator,
     Handle,
     ReduceOp,
     ReduceScatter,
@@ -65,17 +65,14 @@ _NONCE_BYTES: Final = 16
 _SLICE_S: Final = 0.1
 
 
-class SameHostCommunicator(Communicator):
+class SameHostCommunicator(ForwardingCommunicator):
     """Copies large batches between the processes of one host. See ``with_same_host_copies``."""
 
     def __init__(self, inner: ProcessGroupCommunicator, memory: PeerMemory, sockets: PeerSockets) -> None:
-        super().__init__(rank=inner.rank, size=inner.size)
-        self.progress, self.control, self.members = inner.progress, inner.control, inner.members
-        self.inner = inner
-        """The wrapped communicator, for everything else."""
+        super().__init__(inner)
         self.process_group = inner.process_group
         """The group the wrapper was given; ``None`` means the default one."""
-        self._memory, self._sockets = memory, sockets
+        self._link, self._memory, self._sockets = inner.link, memory, sockets
         self._finish = weakref.finalize(self, sockets.close)
 
     def _handle(self, batch: Batch, record: CollectiveRecord, *, is_kept: bool) -> Handle:
@@ -84,21 +81,13 @@ class SameHostCommunicator(Communicator):
             batch.plan = _Copies(tuple(batch), self._memory, self._sockets, rank=self.rank, size=self.size)
         copies = batch.plan
         if not isinstance(copies, _Copies):
-            return self.inner._handle(batch, record, is_kept=is_kept)
-        return WorkHandle(self.inner.link, None, copies.plan, record, run=copies.run)
-
-    def break_off(self, error: Finding) -> None:
-        """Launch nothing more, and notify the other ranks."""
-        self.inner.break_off(error)
+            return super()._handle(batch, record, is_kept=is_kept)
+        return WorkHandle(self._link, None, copies.plan, record, run=copies.run)
 
     def close(self) -> None:
         """End the thread, the sockets and the wrapped communicator."""
-        self.inner.close()
+        super().close()
         self._finish()
-
-    def clock_for(self, device: torch.device) -> Any:
-        """Return the clock of the wrapped communicator."""
-        return self.inner.clock_for(device)
 
 
 def with_same_host_copies(communicator: Communicator, device: torch.device) -> Communicator:
