@@ -37,7 +37,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from megabucket.comm.communicator import Finding, Progress
+from megabucket.comm.communicator import Finding, LaunchCount, RankState
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.errors import (
     ConfigError,
@@ -276,7 +276,8 @@ class Heartbeat:
     Args:
         store: of the process group. A TCP store is cloned, so requests of this thread never delay the caller's.
         members: global ranks of the wrapper; this one is ``members[rank]``.
-        progress: of the communicator; read at each beat.
+        state: of this rank; its progress is read at each beat.
+        launches: of the communicator; read at each beat.
         every_s: seconds between beats; ``None``: only the first one is written, which identifies this process.
         is_wanted: called at each beat; ``False`` ends the thread.
         group_name: of the process group, the same on all ranks; distinguishes wrappers of different groups on the board.
@@ -288,7 +289,8 @@ class Heartbeat:
         *,
         rank: int,
         members: Sequence[int],
-        progress: Progress,
+        state: RankState,
+        launches: LaunchCount,
         every_s: float | None,
         is_wanted: Callable[[], bool],
         group_name: str = "",
@@ -301,10 +303,8 @@ class Heartbeat:
         self.failure = ""
         """The error of the store that ended the thread."""
         self.is_stopped = False
-        self.progress = progress
+        self.state, self.launches = state, launches
         self._is_wanted, self._group_name = is_wanted, group_name
-        self.num_launched = 0
-        """Batches of collectives that this rank has launched with these members, on both channels."""
         self._num_beats = 0
         self._block: Block | None = None  # of this rank, as written to the board
         self._cycle: dict[int, Block] = {}  # found by the last check
@@ -383,7 +383,7 @@ class Heartbeat:
         self.name, store, own = _begin_wrapper(connection.store, self.rank)
         # A wrapper of several groups has one token for all of them: ranks that wait in two of its groups form no cycle, since
         # all ranks launch in one order, and a finding of one group reaches the others.
-        self._token = self.progress.token = self.progress.token or own
+        self._token = self.state.ranks.token = self.state.ranks.token or own
         self._write_block(connection.board, None)
         next_beat_s = time.monotonic()
         while True:
@@ -406,9 +406,9 @@ class Heartbeat:
         self._beat(store, has_left=True)
 
     def _beat(self, store: Store, *, has_left: bool = False) -> None:
-        progress = self.progress
+        progress = self.state.progress
         self._num_beats += 1
-        place = (progress.step, progress.phase, progress.bucket, self.num_launched)
+        place = (progress.step, progress.phase, progress.bucket, self.launches.last)
         # A list, because a file store keeps every beat.
         beat = json.dumps(Beat(self.process, self._num_beats, self.every_s, *place, has_left), separators=(",", ":"))
         store.set(_rank_key(self.rank), beat)
@@ -451,7 +451,8 @@ class Heartbeat:
                 f"ranks wait for one another: {'; '.join(places)}. Every rank must use its wrappers, and make collective "
                 "calls, in the same order"
             )
-            error = WrapperBrokenError(step=self.progress.step, rank=None, phase=self.progress.phase, cause=cause)
+            progress = self.state.progress
+            error = WrapperBrokenError(step=progress.step, rank=None, phase=progress.phase, cause=cause)
             self._write_finding(board, error, [block.token for block in cycle.values()])
 
     def _find_cycle(self, board: Store) -> dict[int, Block]:
@@ -707,7 +708,7 @@ class PeerWatch:
     ) -> None:
         self.finding: Finding | None = None
         """Set when ranks were lost or interrupted; nothing can be launched from then on."""
-        self.heartbeat, self._progress = heartbeat, heartbeat.progress
+        self.heartbeat, self._progress = heartbeat, heartbeat.state.progress
         self._liveness = liveness
         self._group_timeout_s = group_timeout_s
         self._on_loss = on_loss
@@ -860,7 +861,7 @@ class PeerWatch:
         return self._refresh(wait) or finding
 
     def _number_of(self, rank: int) -> int:
-        return self._progress.number_of(self.heartbeat.members[rank], rank)
+        return self.heartbeat.state.ranks.number_of(self.heartbeat.members[rank], rank)
 
     def _waiting_for(self, wait: Observations) -> str:
         phase = "" if self._progress.phase == wait.label else f" ({self._progress.phase})"

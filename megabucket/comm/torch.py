@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import errno
-import itertools
 import math
 import operator
 import os
@@ -36,9 +35,11 @@ from megabucket.comm.communicator import (
     Communicator,
     Finding,
     Handle,
+    LaunchCount,
     LocalCommunicator,
-    Progress,
+    RankState,
     ReduceScatter,
+    WrapperRanks,
 )
 from megabucket.comm.device import Accelerator, Arrived, HostCopy
 from megabucket.comm.gloo import GlooPlan
@@ -77,14 +78,14 @@ _is_completed: Final = operator.methodcaller("is_completed")
 
 
 def discover_communicator(
-    process_group: dist.ProcessGroup | None, liveness: Liveness | None = None, *, progress: Progress | None = None
+    process_group: dist.ProcessGroup | None, liveness: Liveness | None = None, *, state: RankState | None = None
 ) -> Communicator:
     """Return the communicator of a wrapper for a group: the given one, the default one, or a single process.
 
     Over gloo it has groups of its own, so every rank of the group calls this, in the same order.
 
     Args:
-        progress: shared by the communicators of a wrapper; it has the recorders.
+        state: of this rank, shared by the communicators of a wrapper; it has the recorders.
 
     Raises:
         ProcessGroupMissingError: a launcher started several processes but ``torch.distributed`` is not initialized.
@@ -92,13 +93,14 @@ def discover_communicator(
         MegabucketError: another rank does not come, or is in another call.
     """
     if process_group is not None or (dist.is_available() and dist.is_initialized()):
-        return ProcessGroupCommunicator(process_group, liveness=liveness, owns_groups=True, progress=progress)
+        return ProcessGroupCommunicator(process_group, liveness=liveness, owns_groups=True, state=state)
     # Read only to refuse: without init_process_group() each process would silently train alone.
     launched = os.environ.get("WORLD_SIZE", "1")
     if launched.isdigit() and int(launched) > 1:
         raise ProcessGroupMissingError(world_size=int(launched))
     alone = LocalCommunicator()
-    alone.progress = progress or alone.progress
+    if state is not None:
+        alone.share(state)
     return alone
 
 
@@ -147,7 +149,8 @@ class _Channel(Communicator):
 
     def __init__(self, link: Link, group: dist.ProcessGroup | None) -> None:
         super().__init__(rank=link.rank, size=link.size)
-        self.progress = link.progress
+        self.share(link.state)
+        self.launches = link.launches
         self.link = link
         """Shared by both channels."""
         self._group = group
@@ -182,7 +185,7 @@ class _Channel(Communicator):
         return self._backends[device.type]
 
     def _wait_for(self, arrived: Arrived, label: str) -> None:
-        self.link.wait_for(arrived, label=label, number=self.progress.num_launched)
+        self.link.wait_for(arrived, label=label, number=self.launches.last)
 
     def break_off(self, error: Finding) -> None:
         """Launch nothing more, and write the reason into the store of the group, where the other ranks read it."""
@@ -201,7 +204,7 @@ class ProcessGroupCommunicator(_Channel):
         liveness: how the ranks watch each other; ``None``: without heartbeats, so only dead processes of the same host are
             noticed.
         owns_groups: whether to make groups of its own, where that is possible. Then all ranks make the communicator together.
-        progress: shared by the communicators of a wrapper; it has the recorders.
+        state: of this rank, shared by the communicators of a wrapper; it has the recorders.
 
     Raises:
         CollectiveError: this process is not a member of the group.
@@ -215,7 +218,7 @@ class ProcessGroupCommunicator(_Channel):
         *,
         liveness: Liveness | None = None,
         owns_groups: bool = False,
-        progress: Progress | None = None,
+        state: RankState | None = None,
     ) -> None:
         if dist.get_rank(group) < 0:
             raise CollectiveError(
@@ -223,10 +226,10 @@ class ProcessGroupCommunicator(_Channel):
                 "group's members only, or pass a group that contains this rank."
             )
         living = cast("dist.ProcessGroup", group if group is not None else dist.group.WORLD)
-        progress = progress or Progress()
+        state = state or RankState()
         if owns_groups:
-            _check_descriptors(living, progress)
-        link = Link(living, liveness, progress)
+            _check_descriptors(living, state.ranks)
+        link = Link(living, liveness, state)
         super().__init__(link, None if group is dist.group.WORLD else group)
         self.members = dist.get_process_group_ranks(living)
         self.process_group = self._group
@@ -254,14 +257,13 @@ class ProcessGroupCommunicator(_Channel):
 class Link:
     """Shared by the channels of one communicator: the watch over the other ranks, the thread, the count of launches."""
 
-    def __init__(self, group: dist.ProcessGroup, liveness: Liveness | None, progress: Progress) -> None:
+    def __init__(self, group: dist.ProcessGroup, liveness: Liveness | None, state: RankState) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.progress = progress
+        self.state = state
         self._host_clock = HostClock()
         self._device_clock: DeviceClock | None = None
-        self.worker = Worker(name=f"megabucket-worker-{self.rank}", is_failing=partial(_is_failing, progress))
-        self.numbers = itertools.count(1)
-        """Numbers the launches; ``next`` is part of the single C call of a launch."""
+        self.worker = Worker(name=f"megabucket-worker-{self.rank}", is_failing=partial(_is_failing, state))
+        self.launches = LaunchCount()
         self.num_open = 0
         """Launches that were not waited for."""
         self.own_groups: list[dist.ProcessGroup] = []
@@ -278,7 +280,8 @@ class Link:
                 store,
                 rank=self.rank,
                 members=dist.get_process_group_ranks(group),
-                progress=self.progress,
+                state=state,
+                launches=self.launches,
                 every_s=liveness.heartbeat_s,
                 is_wanted=self._exists,
                 group_name=name_of(group),
@@ -347,17 +350,17 @@ class Link:
         self.worker.end(_JOIN_S)
         if self.watch is not None:
             # The destructor of a group with unfinished collectives waits for the other ranks.
-            is_left = self.num_open and _is_failing(self.progress)
-            if is_left and self.progress.failure is not None:
-                self.watch.heartbeat.post(self.progress.failure)  # the report may go with the connections of this process
+            is_left = self.num_open and _is_failing(self.state)
+            if is_left and self.state.failure is not None:
+                self.watch.heartbeat.post(self.state.failure)  # the report may go with the connections of this process
             self.watch.heartbeat.stop(kept=self.own_groups if is_left else ())
         self.own_groups = []
 
 
-def _is_failing(progress: Progress) -> bool:
+def _is_failing(state: RankState) -> bool:
     """Return whether an exception ends the program of this rank, which then waits for no other rank."""
     is_ending = sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None
-    return is_ending or progress.failure is not None
+    return is_ending or state.failure is not None
 
 
 def _lose(groups: Sequence[dist.ProcessGroup], is_aborted: threading.Event) -> None:
@@ -395,10 +398,11 @@ class WorkHandle(Handle):
         self._job: Job | None = None
         self._run, self._unread = run, dict[int, str]()
         is_large = bool(plan.after) and record.payload_bytes >= _BACKGROUND_BYTES
-        if link.progress.recorders:
-            wants_time = any(recorder.records_time for recorder in link.progress.recorders)
+        recorders = link.state.recorders
+        if recorders.active:
+            wants_time = any(recorder.records_time for recorder in recorders.active)
             clock = link.clock(None if plan.is_gloo else plan.starts[0].tensors[0].device) if wants_time else None
-            self._launch = Launch(record, clock, on_moment=link.progress.on_moment)
+            self._launch = Launch(record, clock, on_moment=recorders.on_moment)
             is_large = is_large or wants_time  # the thread notes the time of completion
         if plan.is_gloo and (is_large or run is not None):
             self._job = Job(self._complete_in_background)
@@ -421,7 +425,7 @@ class WorkHandle(Handle):
         for target, source in plan.copies:
             target.copy_(source)
         group = self._group or dist.group.WORLD
-        steps: list[Operation] = [partial(next, link.numbers)]
+        steps: list[Operation] = [partial(next, link.launches.numbers)]
         steps += [partial(getattr(group, start.method), *start.arguments) for start in plan.starts]
         if self._job is not None:
             if link.worker.thread is None:
@@ -430,13 +434,10 @@ class WorkHandle(Handle):
         if launch is not None:
             launch.note("launched")
         self._sent.extend(map(_call, steps))
-        link.progress.num_launched += 1
         link.num_open += 1
-        number, *results = self._sent
-        if link.watch is not None:
-            link.watch.heartbeat.num_launched = number
+        link.launches.last, *results = self._sent
         if launch is not None:
-            for recorder in link.progress.recorders:
+            for recorder in link.state.recorders.active:
                 recorder.record_launch(launch)
             if self._job is None and launch.clock is not None:
                 results[-1].get_future().add_done_callback(lambda _: launch.note("done"))
@@ -616,7 +617,7 @@ def _do_jobs(jobs: queue.SimpleQueue[Job | None], must_stop: threading.Event) ->
 # Private torch calls about groups and works. Each has a harmless fallback in case torch changes. #
 
 
-def _check_descriptors(group: dist.ProcessGroup, progress: Progress) -> None:
+def _check_descriptors(group: dist.ProcessGroup, ranks: WrapperRanks) -> None:
     """Refuse to make groups if this process could not open their connections: gloo would abort it.
 
     Raises:
@@ -631,7 +632,7 @@ def _check_descriptors(group: dist.ProcessGroup, progress: Progress) -> None:
         f"it has {num_free} file descriptors left, and a wrapper of {size} ranks opens up to {num_needed}. Raise the limit "
         "(ulimit -n), close files, or detach() wrappers that are not needed"
     )
-    member = progress.number_of(dist.get_process_group_ranks(group)[rank], rank)
+    member = ranks.number_of(dist.get_process_group_ranks(group)[rank], rank)
     finding = PeerFailedError(step=0, rank=member, phase="wrap", cause=cause)
     report_before_wrap(store, finding, rank=rank)
     raise finding

@@ -31,8 +31,11 @@ class Short(ForwardingCommunicator):
 
 def trained(communicator: Communicator) -> torch.Tensor:
     """Return the parameters after three steps, of which every rank sees other data."""
-    torch.manual_seed(1)
-    ddp = mb.DistributedDataParallel(torch.nn.Linear(3, 5), communicator=communicator)
+    module = torch.nn.Linear(3, 5)
+    with torch.no_grad():
+        module.weight.copy_(torch.linspace(-1.0, 1.0, 15).view(5, 3))  # ranks are threads, which share the random generator
+        module.bias.zero_()
+    ddp = mb.DistributedDataParallel(module, communicator=communicator)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for step in range(3):
         ddp(torch.full((2, 3), 1.0 + step + communicator.rank)).sum().backward()
