@@ -16,7 +16,7 @@ from megabucket.comm.communicator import (
 )
 from megabucket.comm.device import Accelerator, Arrival, GradStreams
 from megabucket.comm.exchange import Exchange, Gate, exchange
-from megabucket.comm.liveness import Liveness
+from megabucket.comm.liveness.watch import Liveness
 from megabucket.comm.samehost import SameHostCommunicator, with_same_host_copies
 from megabucket.comm.torch import ProcessGroupCommunicator, discover_communicator
 

@@ -48,7 +48,7 @@ from megabucket.comm.communicator import (
 )
 from megabucket.comm.exchange import exchange
 from megabucket.comm.gloo import additions_of, can_exchange_among, places_in_sums, ring_blocks
-from megabucket.comm.liveness import identify_this_process
+from megabucket.comm.liveness.observations import identify_this_process
 from megabucket.comm.plan import Operation, Plan, divisions
 from megabucket.comm.torch import ProcessGroupCommunicator, WorkHandle
 from megabucket.trace.recorder import CollectiveRecord

@@ -23,7 +23,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,8 @@ from megabucket.comm.communicator import (
 )
 from megabucket.comm.device import Accelerator, Arrived, HostCopy
 from megabucket.comm.gloo import GlooPlan
-from megabucket.comm.liveness import Heartbeat, Liveness, PeerWatch, Work, report_before_wrap, wait_slice
+from megabucket.comm.liveness.heartbeat import Heartbeat, report_before_wrap
+from megabucket.comm.liveness.watch import Liveness, PeerWatch, Work, wait_slice
 from megabucket.comm.plan import Operation, Plan
 from megabucket.errors import (
     CollectiveError,
@@ -57,10 +58,7 @@ from megabucket.errors import (
 from megabucket.trace.clock import Clock, DeviceClock, HostClock
 from megabucket.trace.recorder import CollectiveRecord, Launch
 
-FABRIC: Final = "megabucket_fabric"
-"""Name of the emulated fabric as a torch back-end."""
-
-_GLOO_LIKE: Final = ("gloo", FABRIC)
+_GLOO: Final = "gloo"
 _ALONE: Final = "fake"  # torch's back-end for one rank without peers
 _ROOM_BYTES: Final = 1 << 25  # receive memory of all prepared small all-reduces together
 _BACKGROUND_BYTES: Final = 1 << 23  # least size of a batch that a thread completes: for smaller ones it would slow backward
@@ -154,7 +152,7 @@ class _Channel(Communicator):
         self.link = link
         """Shared by both channels."""
         self._group = group
-        self._backends: dict[str, str] = {}
+        self._backends: dict[str, Backend] = {}  # by the type of a device
         self._room_bytes = _ROOM_BYTES
 
     def _handle(self, batch: Batch, record: CollectiveRecord, *, is_kept: bool) -> Handle:
@@ -166,8 +164,8 @@ class _Channel(Communicator):
     @torch.inference_mode(False)  # memory of a kept plan is used by later launches
     def _plan(self, batch: Batch, *, is_kept: bool) -> Plan:
         backend = self._backend(batch[0].full.device)
-        kind = GlooPlan if backend == "gloo" else Plan
-        plan = kind(rank=self.rank, size=self.size, is_gloo=backend in _GLOO_LIKE, is_kept=is_kept)
+        kind = GlooPlan if backend.name == _GLOO else Plan
+        plan = kind(rank=self.rank, size=self.size, is_gloo=backend.waits_like_gloo, is_kept=is_kept)
         plan.accelerator = Accelerator.of(batch[0].full.device)
         wide = [call for call in batch if isinstance(call, ReduceScatter) and call.in_fp32]
         rest = [call for call in batch if call not in wide]
@@ -179,7 +177,7 @@ class _Channel(Communicator):
             plan.add_plain(rest)
         return plan
 
-    def _backend(self, device: torch.device) -> str:
+    def _backend(self, device: torch.device) -> Backend:
         if device.type not in self._backends:
             self._backends[device.type] = backend_of(self._group or cast("dist.ProcessGroup", dist.group.WORLD), device)
         return self._backends[device.type]
@@ -193,7 +191,7 @@ class _Channel(Communicator):
 
     def clock_for(self, device: torch.device) -> Clock:
         """Return the clock for this group's collectives on a device: the device's own if they run on its streams."""
-        return self.link.clock(None if self._backend(device) in _GLOO_LIKE else device)
+        return self.link.clock(None if self._backend(device).waits_like_gloo else device)
 
 
 class ProcessGroupCommunicator(_Channel):
@@ -370,7 +368,7 @@ def _lose(groups: Sequence[dist.ProcessGroup], is_aborted: threading.Event) -> N
     would wait for a collective that never ends.
     """
     for backend in [backend for group in groups for backend in backends_of(group)]:
-        if backend.name() not in _GLOO_LIKE:
+        if not _waits_like_gloo(backend):
             with suppress(Exception):  # not every back-end supports it
                 backend.abort()
     is_aborted.set()
@@ -625,7 +623,7 @@ def _check_descriptors(group: dist.ProcessGroup, ranks: WrapperRanks) -> None:
     """
     store, size = store_of(group), dist.get_world_size(group)
     num_needed, num_free = _DESCRIPTORS_PER_RANK * size + _DESCRIPTORS, num_free_descriptors()
-    if store is None or size == 1 or num_free >= num_needed or {one.name() for one in backends_of(group)} != {"gloo"}:
+    if store is None or size == 1 or num_free >= num_needed or {one.name() for one in backends_of(group)} != {_GLOO}:
         return
     rank = dist.get_rank(group)
     cause = (
@@ -661,12 +659,28 @@ def store_of(group: dist.ProcessGroup) -> Store | None:
     return store
 
 
-def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the name of the back-end for tensors on a device; empty if there is none."""
+class Backend(NamedTuple):
+    """A back-end of torch."""
+
+    name: str  # empty: there is none
+    waits_like_gloo: bool
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Backend:
+    """Return the back-end for tensors on a device."""
     try:
-        return str(group._get_backend(device).name())
+        found = group._get_backend(device)
     except RuntimeError:  # no back-end for this kind of device
-        return ""
+        return Backend("", waits_like_gloo=False)
+    return Backend(str(found.name()), _waits_like_gloo(found))
+
+
+def _waits_like_gloo(backend: Any) -> bool:
+    """Return whether works of a back-end block the host, and a wait that times out does them no harm.
+
+    A back-end in Python says so by an attribute ``waits_like_gloo``.
+    """
+    return backend.name() == _GLOO or getattr(backend, "waits_like_gloo", False) is True
 
 
 def name_of(group: dist.ProcessGroup) -> str:
@@ -710,7 +724,7 @@ def groups_like(group: dist.ProcessGroup, names: Sequence[str], timeout_s: float
     ranks time out.
     """
     store = store_of(group)
-    if {backend.name() for backend in backends_of(group)} != {"gloo"} or store is None:
+    if {backend.name() for backend in backends_of(group)} != {_GLOO} or store is None:
         return []
     try:
         given: Any = group._get_backend(torch.device("cpu")).options

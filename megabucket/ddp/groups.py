@@ -320,7 +320,13 @@ def communicator_for(
     Args:
         device: of the parameters.
     """
-    made = discover_communicator(process_group, Liveness.from_config(config), state=state)
+    liveness = Liveness(
+        heartbeat_s=config.heartbeat_s,
+        dead_after_s=config.dead_after_s,
+        straggler_warning_s=config.straggler_warning_s,
+        is_default="dead_after_s" not in config.model_fields_set,
+    )
+    made = discover_communicator(process_group, liveness, state=state)
     return with_same_host_copies(made, device) if resolve_step(config).copies_on_host else made
 
 

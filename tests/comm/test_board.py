@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from megabucket.comm import Liveness
 from megabucket.comm.communicator import LaunchCount, RankState
-from megabucket.comm.liveness import Heartbeat, PeerWatch
+from megabucket.comm.liveness.heartbeat import Heartbeat
+from megabucket.comm.liveness.watch import PeerWatch
 from megabucket.errors import MegabucketError, PeerLostError, WrapperBrokenError
 
 PATIENT = Liveness(heartbeat_s=0.2, dead_after_s=20.0, straggler_warning_s=None)

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from megabucket.comm.communicator import LaunchCount, RankState
-from megabucket.comm.liveness import Heartbeat
+from megabucket.comm.liveness.heartbeat import Heartbeat
 from megabucket.errors import PeerLostError
 
 STORE_HOST = """

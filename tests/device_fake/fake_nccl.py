@@ -10,7 +10,7 @@ import torch.distributed as dist
 from fake_accelerator import COMM
 
 from megabucket.comm.communicator import LaunchCount, RankState
-from megabucket.comm.liveness import Heartbeat
+from megabucket.comm.liveness.heartbeat import Heartbeat
 from megabucket.comm.torch import store_of
 
 NAME = "fakenccl"
