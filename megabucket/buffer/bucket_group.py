@@ -304,7 +304,7 @@ class _ParamAndGradBucketGroup:
         self.staging.room = num_awaited - 1
         if is_complete:
             self.is_complete = True
-            for recorder in self.communicator.progress.recorders:
+            for recorder in self.communicator.recorders.active:
                 recorder.note_ready(self.label)
         return is_complete
 

@@ -15,7 +15,8 @@ from typing import Final
 import torch
 
 from megabucket.buffer.grad_slot import GradSlot
-from megabucket.errors import refuse_copies
+from megabucket.comm import Communicator, LocalCommunicator
+from megabucket.errors import ConfigError, refuse_copies
 from megabucket.layout import BucketLayout, BufferLayout
 
 refuse_pickles: Final = refuse_copies(
@@ -59,18 +60,28 @@ class ParamAndGradBuffer:
         layout: where each parameter lies.
         params: the parameters by name; all on one device, of the layout's dtype.
         fp32_local: names of parameters whose 16-bit gradients are accumulated in separate float32 memory.
+        communicator: allocates both buffers; ``None``: torch does.
+
+    Raises:
+        ConfigError: the communicator has allocated something else than the memory it was asked for.
     """
 
     def __init__(
-        self, layout: BufferLayout, params: Mapping[str, torch.nn.Parameter], *, fp32_local: Collection[str] = ()
+        self,
+        layout: BufferLayout,
+        params: Mapping[str, torch.nn.Parameter],
+        *,
+        fp32_local: Collection[str] = (),
+        communicator: Communicator | None = None,
     ) -> None:
         self.layout = layout
         self.params = {name: params[name] for name in layout.params}
         device = next(iter(self.params.values())).device
-        self.param_data = torch.zeros(layout.numel, dtype=dtype_named(layout.key.param_dtype), device=device)  # 1D
+        allocator = communicator or LocalCommunicator()
+        self.param_data = _allocated(allocator, layout.numel, dtype_named(layout.key.param_dtype), device).zero_()  # 1D
         # The first gradient of a fresh buffer is added, not copied (grad_slot.py). Adding to -0.0 changes no value, not even
         # -0.0, so one rank has the bits of plain torch (tests/ranks/test_one_rank.py).
-        self.grad_data = torch.full((layout.numel,), -0.0, dtype=dtype_named(layout.key.grad_dtype), device=device)  # 1D
+        self.grad_data = _allocated(allocator, layout.numel, dtype_named(layout.key.grad_dtype), device).fill_(-0.0)  # 1D
         self._fp32_local = fp32_local if self.grad_data.itemsize == 2 else ()
         self.local_grads: list[torch.Tensor] = []
         """float32 sums of microbatches: ``main_grad`` of the parameters in ``fp32_local``."""
@@ -146,6 +157,18 @@ class ParamAndGradBuffer:
             grads.zero_()
         for slot in self.slots.values():
             slot.forget(is_zeroed=True)
+
+
+def _allocated(communicator: Communicator, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    memory = communicator.allocate(numel, dtype, device)
+    found = (memory.shape, memory.dtype, memory.device.type)
+    if found != ((numel,), dtype, device.type) or not memory.is_contiguous():
+        raise ConfigError(
+            f"{type(communicator).__name__}.allocate({numel}, {dtype}, {device}) has returned a tensor of shape "
+            f"{tuple(memory.shape)}, {memory.dtype}, on {memory.device}: parameters or gradients would not fit. It must return "
+            "a contiguous 1D tensor of that many elements, of that dtype and on that device."
+        )
+    return memory
 
 
 def dense_strides(param: torch.Tensor) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from megabucket.comm.communicator import (
     Broadcast,
     Call,
     Communicator,
+    ForwardingCommunicator,
     Handle,
     LocalCommunicator,
     ReduceOp,
@@ -15,7 +16,7 @@ from megabucket.comm.communicator import (
 )
 from megabucket.comm.device import Accelerator, Arrival, GradStreams
 from megabucket.comm.exchange import Exchange, Gate, exchange
-from megabucket.comm.liveness import Liveness
+from megabucket.comm.liveness.watch import Liveness
 from megabucket.comm.samehost import SameHostCommunicator, with_same_host_copies
 from megabucket.comm.torch import ProcessGroupCommunicator, discover_communicator
 
@@ -29,6 +30,7 @@ __all__ = [
     "Call",
     "Communicator",
     "Exchange",
+    "ForwardingCommunicator",
     "Gate",
     "GradStreams",
     "Handle",

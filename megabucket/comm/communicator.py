@@ -10,9 +10,10 @@ never meets a collective on data.
 from __future__ import annotations
 
 import enum
+import itertools
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,28 +151,50 @@ class DoneHandle(Handle):
         return True
 
 
-@dataclass(slots=True)
+class Recorders:
+    """The recorders of a rank: those it was given, and those of the wrapper that was made last."""
+
+    def __init__(self, *given: Recorder) -> None:
+        self.given = given
+        self.active = given
+        """All that record at present."""
+        self.on_moment: Callable[[str, Moment], None] | None = None
+        """Callback of the wrapper for the moments of each launch; called only if there are recorders."""
+
+    def add(self, recorders: Sequence[Recorder], *, on_moment: Callable[[str, Moment], None] | None) -> None:
+        """Add the recorders of a wrapper. They replace those of an earlier one."""
+        self.active, self.on_moment = (*self.given, *recorders), on_moment
+
+    def remove(self, recorders: Sequence[Recorder]) -> None:
+        """Remove the recorders of a wrapper, unless those of a later one have replaced them."""
+        if any(recorder in self.active for recorder in recorders):
+            self.active, self.on_moment = self.given, None
+
+
 class Progress:
-    """The current step, phase and bucket of this rank, for heartbeats and recorders."""
+    """Where this rank stands, for heartbeats, errors and recorders."""
 
-    step: int = 0
-    phase: str = "setup"
-    bucket: int = -1  # -1: in none
-    num_launched: int = 0  # batches of collectives so far, on both channels
-    given_recorders: tuple[Recorder, ...] = field(default=(), compare=False, repr=False)
-    members: Sequence[int] = field(default=(), compare=False, repr=False)
-    """Global ranks that agree on steps, if the wrapper has several communicators. Errors number ranks by their place here."""
-    failure: PeerFailedError | None = field(default=None, compare=False, repr=False)
-    """The failure that this rank has reported, until it knows that the others have read the report."""
-    token: str = field(default="", compare=False, repr=False)
-    """Identifies the wrapper on the board; the same for all of its communicators."""
-    recorders: tuple[Recorder, ...] = field(init=False, compare=False, repr=False)
-    """The given recorders, and those of the wrapper that was made last."""
-    on_moment: Callable[[str, Moment], None] | None = field(default=None, compare=False, repr=False)
-    """Callback of that wrapper for the moments of each launch; called only if there are recorders."""
+    def __init__(self, recorders: Recorders) -> None:
+        self.step, self.phase = 0, "setup"
+        self.bucket = -1
+        """-1: in none."""
+        self._recorders = recorders
 
-    def __post_init__(self) -> None:
-        self.recorders = self.given_recorders
+    def enter(self, step: int, phase: str) -> None:
+        """Note that a phase begins."""
+        self.step, self.phase, self.bucket = step, phase, -1
+        for recorder in self._recorders.active:
+            recorder.enter_phase(step, phase)
+
+
+@dataclass(slots=True, eq=False)
+class WrapperRanks:
+    """The ranks of a wrapper, by which errors number them, and the name by which they know it."""
+
+    members: Sequence[int] = ()
+    """Global ranks that agree on steps, if the wrapper has several communicators; otherwise those of its only one count."""
+    token: str = ""
+    """Identifies the wrapper on the board (``comm/liveness``); the same for all of its communicators."""
 
     def number_of(self, member: int, rank: int) -> int:
         """Return the number of a rank in errors: its place among all ranks of the wrapper.
@@ -182,11 +205,30 @@ class Progress:
         """
         return self.members.index(member) if member in self.members else rank
 
-    def enter(self, step: int, phase: str) -> None:
-        """Note that a phase begins."""
-        self.step, self.phase, self.bucket = step, phase, -1
-        for recorder in self.recorders:
-            recorder.enter_phase(step, phase)
+
+class RankState:
+    """The state of this rank in a wrapper. All communicators of the wrapper share it.
+
+    Args:
+        recorder: receives launches and phases.
+    """
+
+    def __init__(self, recorder: Recorder | None = None) -> None:
+        self.recorders = Recorders() if recorder is None else Recorders(recorder)
+        self.progress = Progress(self.recorders)
+        self.ranks = WrapperRanks()
+        self.failure: PeerFailedError | None = None
+        """The failure that this rank has reported, until it knows that the others have read the report."""
+
+
+@dataclass(slots=True, eq=False)
+class LaunchCount:
+    """Counts the batches of collectives that a communicator has launched on both channels. All of its ranks count alike."""
+
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    """Gives each launch its number, from 1: ``next`` is part of the single C call of a launch."""
+    last: int = 0
+    """The number of the last launch."""
 
 
 class Communicator(ABC):
@@ -201,7 +243,10 @@ class Communicator(ABC):
         self.size = size
         self.members: Sequence[int] = range(size)
         """The global ranks, in order."""
-        self.progress = Progress(given_recorders=() if recorder is None else (recorder,))
+        self.state = RankState(recorder)
+        """Shared with ``control``, and with the other communicators of a wrapper."""
+        self.progress, self.recorders = self.state.progress, self.state.recorders
+        self.launches = LaunchCount()
         """Shared with ``control``."""
         self._control: Communicator | None = None
 
@@ -214,9 +259,28 @@ class Communicator(ABC):
     def control(self, control: Communicator) -> None:
         self._control = None if control is self else control
 
+    def share(self, state: RankState) -> None:
+        """Take over the state of a rank: work on this communicator and its control channel counts as work of that wrapper."""
+        self.state, self.progress, self.recorders = state, state.progress, state.recorders
+        if self._control is not None:
+            self._control.share(state)
+
+    @property
+    def num_launched(self) -> int:
+        """Batches of collectives so far, on both channels."""
+        return self.launches.last
+
     def number_of(self, rank: int) -> int:
         """Return the number of a rank of this group in errors: its place among all ranks of the wrapper."""
-        return self.progress.number_of(self.members[rank], rank)
+        return self.state.ranks.number_of(self.members[rank], rank)
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory for a buffer of parameters or gradients: 1D, contiguous, not initialized.
+
+        The place for a pool, for symmetric or registered memory. A wrapper calls it for each buffer when it wraps and rebuilds,
+        on all ranks in one order, and drops its references at ``detach()``.
+        """
+        return torch.empty(numel, dtype=dtype, device=device)
 
     def prepare(self, calls: Sequence[Call]) -> Batch:
         """Return the calls as a batch for many launches. Calls on empty tensors are left out.
@@ -393,3 +457,61 @@ class LocalCommunicator(Communicator):
 
     def _handle(self, batch: Batch, record: CollectiveRecord, *, is_kept: bool) -> Handle:  # noqa: ARG002 - the port's
         raise InvariantError(f"{record.label}: a single rank launches no collectives, got {len(batch)} calls")
+
+
+class ForwardingCommunicator(Communicator):
+    """A communicator around another one, to which it passes everything on: the base for decorators.
+
+    A decorator overrides ``_handle``, for launches on data, and whatever else it does in another way. Messages between ranks go
+    over the control channel of the inner communicator, past the decorator. See docs/contributing/wire.md.
+
+    Args:
+        inner: the wrapped communicator. It has the same ranks, and they share one state.
+    """
+
+    def __init__(self, inner: Communicator) -> None:
+        super().__init__(rank=inner.rank, size=inner.size)
+        self.inner = inner
+        """The wrapped communicator."""
+        self.members, self.launches, self.control = inner.members, inner.launches, inner.control
+        super().share(inner.state)
+
+    def share(self, state: RankState) -> None:
+        """Take over the state of a rank, together with the inner communicator."""
+        super().share(state)
+        self.inner.share(state)
+
+    def handle_on_inner(self, calls: Sequence[Call], *, label: str, is_kept: bool) -> Handle:
+        """Return a launch of calls on the inner communicator that has not started. Errors: as ``handle``.
+
+        Args:
+            is_kept: whether the caller will launch the same batch again; then the inner communicator may keep a plan on it.
+        """
+        return self.inner.handle(calls if is_kept else tuple(calls), label=label)
+
+    def _handle(self, batch: Batch, record: CollectiveRecord, *, is_kept: bool) -> Handle:
+        return self.handle_on_inner(batch, label=record.label, is_kept=is_kept)
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory of the inner communicator."""
+        return self.inner.allocate(numel, dtype, device)
+
+    def read(self, values: torch.Tensor, *, label: str) -> torch.Tensor:
+        """Return values that the host may read."""
+        return self.inner.read(values, label=label)
+
+    def wait_for(self, device: torch.device, *, label: str) -> None:
+        """Wait until the current stream of a device has finished."""
+        self.inner.wait_for(device, label=label)
+
+    def break_off(self, error: Finding) -> None:
+        """Launch nothing more, and notify the other ranks."""
+        self.inner.break_off(error)
+
+    def close(self) -> None:
+        """End the threads and groups of the inner communicator."""
+        self.inner.close()
+
+    def clock_for(self, device: torch.device) -> Clock:
+        """Return the clock of the inner communicator."""
+        return self.inner.clock_for(device)

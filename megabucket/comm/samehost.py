@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -41,22 +41,15 @@ from megabucket.comm.communicator import (
     Batch,
     Call,
     Communicator,
-    Finding,
+    ForwardingCommunicator,
     Handle,
     ReduceOp,
     ReduceScatter,
 )
 from megabucket.comm.exchange import exchange
-from megabucket.comm.gloo import (
-    Operation,
-    Plan,
-    additions_of,
-    can_exchange_among,
-    divisions,
-    places_in_sums,
-    ring_blocks,
-)
-from megabucket.comm.liveness import identify_this_process
+from megabucket.comm.gloo import additions_of, can_exchange_among, places_in_sums, ring_blocks
+from megabucket.comm.liveness.observations import identify_this_process
+from megabucket.comm.plan import Operation, Plan, divisions
 from megabucket.comm.torch import ProcessGroupCommunicator, WorkHandle
 from megabucket.trace.recorder import CollectiveRecord
 
@@ -72,17 +65,14 @@ _NONCE_BYTES: Final = 16
 _SLICE_S: Final = 0.1
 
 
-class SameHostCommunicator(Communicator):
+class SameHostCommunicator(ForwardingCommunicator):
     """Copies large batches between the processes of one host. See ``with_same_host_copies``."""
 
     def __init__(self, inner: ProcessGroupCommunicator, memory: PeerMemory, sockets: PeerSockets) -> None:
-        super().__init__(rank=inner.rank, size=inner.size)
-        self.progress, self.control, self.members = inner.progress, inner.control, inner.members
-        self.inner = inner
-        """The wrapped communicator, for everything else."""
+        super().__init__(inner)
         self.process_group = inner.process_group
         """The group the wrapper was given; ``None`` means the default one."""
-        self._memory, self._sockets = memory, sockets
+        self._link, self._memory, self._sockets = inner.link, memory, sockets
         self._finish = weakref.finalize(self, sockets.close)
 
     def _handle(self, batch: Batch, record: CollectiveRecord, *, is_kept: bool) -> Handle:
@@ -91,21 +81,13 @@ class SameHostCommunicator(Communicator):
             batch.plan = _Copies(tuple(batch), self._memory, self._sockets, rank=self.rank, size=self.size)
         copies = batch.plan
         if not isinstance(copies, _Copies):
-            return self.inner._handle(batch, record, is_kept=is_kept)
-        return WorkHandle(self.inner.link, None, copies.plan, record, run=copies.run)
-
-    def break_off(self, error: Finding) -> None:
-        """Launch nothing more, and notify the other ranks."""
-        self.inner.break_off(error)
+            return super()._handle(batch, record, is_kept=is_kept)
+        return WorkHandle(self._link, None, copies.plan, record, run=copies.run)
 
     def close(self) -> None:
         """End the thread, the sockets and the wrapped communicator."""
-        self.inner.close()
+        super().close()
         self._finish()
-
-    def clock_for(self, device: torch.device) -> Any:
-        """Return the clock of the wrapped communicator."""
-        return self.inner.clock_for(device)
 
 
 def with_same_host_copies(communicator: Communicator, device: torch.device) -> Communicator:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import errno
-import itertools
 import math
 import operator
 import os
@@ -24,7 +23,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -36,13 +35,17 @@ from megabucket.comm.communicator import (
     Communicator,
     Finding,
     Handle,
+    LaunchCount,
     LocalCommunicator,
-    Progress,
+    RankState,
     ReduceScatter,
+    WrapperRanks,
 )
 from megabucket.comm.device import Accelerator, Arrived, HostCopy
-from megabucket.comm.gloo import Operation, Plan
-from megabucket.comm.liveness import Heartbeat, Liveness, PeerWatch, Work, report_before_wrap, wait_slice
+from megabucket.comm.gloo import GlooPlan
+from megabucket.comm.liveness.heartbeat import Heartbeat, report_before_wrap
+from megabucket.comm.liveness.watch import Liveness, PeerWatch, Work, wait_slice
+from megabucket.comm.plan import Operation, Plan
 from megabucket.errors import (
     CollectiveError,
     ConfigError,
@@ -55,10 +58,7 @@ from megabucket.errors import (
 from megabucket.trace.clock import Clock, DeviceClock, HostClock
 from megabucket.trace.recorder import CollectiveRecord, Launch
 
-FABRIC: Final = "megabucket_fabric"
-"""Name of the emulated fabric as a torch back-end."""
-
-_GLOO_LIKE: Final = ("gloo", FABRIC)
+_GLOO: Final = "gloo"
 _ALONE: Final = "fake"  # torch's back-end for one rank without peers
 _ROOM_BYTES: Final = 1 << 25  # receive memory of all prepared small all-reduces together
 _BACKGROUND_BYTES: Final = 1 << 23  # least size of a batch that a thread completes: for smaller ones it would slow backward
@@ -76,14 +76,14 @@ _is_completed: Final = operator.methodcaller("is_completed")
 
 
 def discover_communicator(
-    process_group: dist.ProcessGroup | None, liveness: Liveness | None = None, *, progress: Progress | None = None
+    process_group: dist.ProcessGroup | None, liveness: Liveness | None = None, *, state: RankState | None = None
 ) -> Communicator:
     """Return the communicator of a wrapper for a group: the given one, the default one, or a single process.
 
     Over gloo it has groups of its own, so every rank of the group calls this, in the same order.
 
     Args:
-        progress: shared by the communicators of a wrapper; it has the recorders.
+        state: of this rank, shared by the communicators of a wrapper; it has the recorders.
 
     Raises:
         ProcessGroupMissingError: a launcher started several processes but ``torch.distributed`` is not initialized.
@@ -91,13 +91,14 @@ def discover_communicator(
         MegabucketError: another rank does not come, or is in another call.
     """
     if process_group is not None or (dist.is_available() and dist.is_initialized()):
-        return ProcessGroupCommunicator(process_group, liveness=liveness, owns_groups=True, progress=progress)
+        return ProcessGroupCommunicator(process_group, liveness=liveness, owns_groups=True, state=state)
     # Read only to refuse: without init_process_group() each process would silently train alone.
     launched = os.environ.get("WORLD_SIZE", "1")
     if launched.isdigit() and int(launched) > 1:
         raise ProcessGroupMissingError(world_size=int(launched))
     alone = LocalCommunicator()
-    alone.progress = progress or alone.progress
+    if state is not None:
+        alone.share(state)
     return alone
 
 
@@ -146,11 +147,12 @@ class _Channel(Communicator):
 
     def __init__(self, link: Link, group: dist.ProcessGroup | None) -> None:
         super().__init__(rank=link.rank, size=link.size)
-        self.progress = link.progress
+        self.share(link.state)
+        self.launches = link.launches
         self.link = link
         """Shared by both channels."""
         self._group = group
-        self._backends: dict[str, str] = {}
+        self._backends: dict[str, Backend] = {}  # by the type of a device
         self._room_bytes = _ROOM_BYTES
 
     def _handle(self, batch: Batch, record: CollectiveRecord, *, is_kept: bool) -> Handle:
@@ -162,25 +164,26 @@ class _Channel(Communicator):
     @torch.inference_mode(False)  # memory of a kept plan is used by later launches
     def _plan(self, batch: Batch, *, is_kept: bool) -> Plan:
         backend = self._backend(batch[0].full.device)
-        plan = Plan(rank=self.rank, size=self.size, is_gloo=backend in _GLOO_LIKE, is_kept=is_kept)
+        kind = GlooPlan if backend.name == _GLOO else Plan
+        plan = kind(rank=self.rank, size=self.size, is_gloo=backend.waits_like_gloo, is_kept=is_kept)
         plan.accelerator = Accelerator.of(batch[0].full.device)
         wide = [call for call in batch if isinstance(call, ReduceScatter) and call.in_fp32]
         rest = [call for call in batch if call not in wide]
         plan.add_in_fp32(wide)
-        if rest and backend == "gloo":
+        if rest and isinstance(plan, GlooPlan):
             # All ranks plan the same batches in the same order, so they run out of room at the same one.
             self._room_bytes -= plan.add_for_gloo(rest, room_bytes=self._room_bytes if is_kept else None)
         elif rest:
             plan.add_plain(rest)
         return plan
 
-    def _backend(self, device: torch.device) -> str:
+    def _backend(self, device: torch.device) -> Backend:
         if device.type not in self._backends:
             self._backends[device.type] = backend_of(self._group or cast("dist.ProcessGroup", dist.group.WORLD), device)
         return self._backends[device.type]
 
     def _wait_for(self, arrived: Arrived, label: str) -> None:
-        self.link.wait_for(arrived, label=label, number=self.progress.num_launched)
+        self.link.wait_for(arrived, label=label, number=self.launches.last)
 
     def break_off(self, error: Finding) -> None:
         """Launch nothing more, and write the reason into the store of the group, where the other ranks read it."""
@@ -188,7 +191,7 @@ class _Channel(Communicator):
 
     def clock_for(self, device: torch.device) -> Clock:
         """Return the clock for this group's collectives on a device: the device's own if they run on its streams."""
-        return self.link.clock(None if self._backend(device) in _GLOO_LIKE else device)
+        return self.link.clock(None if self._backend(device).waits_like_gloo else device)
 
 
 class ProcessGroupCommunicator(_Channel):
@@ -199,7 +202,7 @@ class ProcessGroupCommunicator(_Channel):
         liveness: how the ranks watch each other; ``None``: without heartbeats, so only dead processes of the same host are
             noticed.
         owns_groups: whether to make groups of its own, where that is possible. Then all ranks make the communicator together.
-        progress: shared by the communicators of a wrapper; it has the recorders.
+        state: of this rank, shared by the communicators of a wrapper; it has the recorders.
 
     Raises:
         CollectiveError: this process is not a member of the group.
@@ -213,7 +216,7 @@ class ProcessGroupCommunicator(_Channel):
         *,
         liveness: Liveness | None = None,
         owns_groups: bool = False,
-        progress: Progress | None = None,
+        state: RankState | None = None,
     ) -> None:
         if dist.get_rank(group) < 0:
             raise CollectiveError(
@@ -221,10 +224,10 @@ class ProcessGroupCommunicator(_Channel):
                 "group's members only, or pass a group that contains this rank."
             )
         living = cast("dist.ProcessGroup", group if group is not None else dist.group.WORLD)
-        progress = progress or Progress()
+        state = state or RankState()
         if owns_groups:
-            _check_descriptors(living, progress)
-        link = Link(living, liveness, progress)
+            _check_descriptors(living, state.ranks)
+        link = Link(living, liveness, state)
         super().__init__(link, None if group is dist.group.WORLD else group)
         self.members = dist.get_process_group_ranks(living)
         self.process_group = self._group
@@ -252,14 +255,13 @@ class ProcessGroupCommunicator(_Channel):
 class Link:
     """Shared by the channels of one communicator: the watch over the other ranks, the thread, the count of launches."""
 
-    def __init__(self, group: dist.ProcessGroup, liveness: Liveness | None, progress: Progress) -> None:
+    def __init__(self, group: dist.ProcessGroup, liveness: Liveness | None, state: RankState) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.progress = progress
+        self.state = state
         self._host_clock = HostClock()
         self._device_clock: DeviceClock | None = None
-        self.worker = Worker(name=f"megabucket-worker-{self.rank}", is_failing=partial(_is_failing, progress))
-        self.numbers = itertools.count(1)
-        """Numbers the launches; ``next`` is part of the single C call of a launch."""
+        self.worker = Worker(name=f"megabucket-worker-{self.rank}", is_failing=partial(_is_failing, state))
+        self.launches = LaunchCount()
         self.num_open = 0
         """Launches that were not waited for."""
         self.own_groups: list[dist.ProcessGroup] = []
@@ -276,7 +278,8 @@ class Link:
                 store,
                 rank=self.rank,
                 members=dist.get_process_group_ranks(group),
-                progress=self.progress,
+                state=state,
+                launches=self.launches,
                 every_s=liveness.heartbeat_s,
                 is_wanted=self._exists,
                 group_name=name_of(group),
@@ -345,17 +348,17 @@ class Link:
         self.worker.end(_JOIN_S)
         if self.watch is not None:
             # The destructor of a group with unfinished collectives waits for the other ranks.
-            is_left = self.num_open and _is_failing(self.progress)
-            if is_left and self.progress.failure is not None:
-                self.watch.heartbeat.post(self.progress.failure)  # the report may go with the connections of this process
+            is_left = self.num_open and _is_failing(self.state)
+            if is_left and self.state.failure is not None:
+                self.watch.heartbeat.post(self.state.failure)  # the report may go with the connections of this process
             self.watch.heartbeat.stop(kept=self.own_groups if is_left else ())
         self.own_groups = []
 
 
-def _is_failing(progress: Progress) -> bool:
+def _is_failing(state: RankState) -> bool:
     """Return whether an exception ends the program of this rank, which then waits for no other rank."""
     is_ending = sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None
-    return is_ending or progress.failure is not None
+    return is_ending or state.failure is not None
 
 
 def _lose(groups: Sequence[dist.ProcessGroup], is_aborted: threading.Event) -> None:
@@ -365,7 +368,7 @@ def _lose(groups: Sequence[dist.ProcessGroup], is_aborted: threading.Event) -> N
     would wait for a collective that never ends.
     """
     for backend in [backend for group in groups for backend in backends_of(group)]:
-        if backend.name() not in _GLOO_LIKE:
+        if not _waits_like_gloo(backend):
             with suppress(Exception):  # not every back-end supports it
                 backend.abort()
     is_aborted.set()
@@ -393,15 +396,16 @@ class WorkHandle(Handle):
         self._job: Job | None = None
         self._run, self._unread = run, dict[int, str]()
         is_large = bool(plan.after) and record.payload_bytes >= _BACKGROUND_BYTES
-        if link.progress.recorders:
-            wants_time = any(recorder.records_time for recorder in link.progress.recorders)
+        recorders = link.state.recorders
+        if recorders.active:
+            wants_time = any(recorder.records_time for recorder in recorders.active)
             clock = link.clock(None if plan.is_gloo else plan.starts[0].tensors[0].device) if wants_time else None
-            self._launch = Launch(record, clock, on_moment=link.progress.on_moment)
+            self._launch = Launch(record, clock, on_moment=recorders.on_moment)
             is_large = is_large or wants_time  # the thread notes the time of completion
         if plan.is_gloo and (is_large or run is not None):
             self._job = Job(self._complete_in_background)
-        is_passing = plan.is_gloo and not plan.is_kept
-        self._passing = [(held, use_count(held)) for start in plan.starts for held in start.tensors] if is_passing else []
+        is_transient = plan.is_gloo and not plan.is_kept
+        self._transient = [(held, use_count(held)) for start in plan.starts for held in start.tensors] if is_transient else []
         self._sent: list[Any] = []  # the number of the launch, then its works: filled by a single C call
         self._completed: list[None] = []  # not empty once the operations after the works are done
 
@@ -419,7 +423,7 @@ class WorkHandle(Handle):
         for target, source in plan.copies:
             target.copy_(source)
         group = self._group or dist.group.WORLD
-        steps: list[Operation] = [partial(next, link.numbers)]
+        steps: list[Operation] = [partial(next, link.launches.numbers)]
         steps += [partial(getattr(group, start.method), *start.arguments) for start in plan.starts]
         if self._job is not None:
             if link.worker.thread is None:
@@ -428,13 +432,10 @@ class WorkHandle(Handle):
         if launch is not None:
             launch.note("launched")
         self._sent.extend(map(_call, steps))
-        link.progress.num_launched += 1
         link.num_open += 1
-        number, *results = self._sent
-        if link.watch is not None:
-            link.watch.heartbeat.num_launched = number
+        link.launches.last, *results = self._sent
         if launch is not None:
-            for recorder in link.progress.recorders:
+            for recorder in link.state.recorders.active:
                 recorder.record_launch(launch)
             if self._job is None and launch.clock is not None:
                 results[-1].get_future().add_done_callback(lambda _: launch.note("done"))
@@ -467,9 +468,9 @@ class WorkHandle(Handle):
         self._complete(plan)
         self._plan = None
         link.num_open -= 1
-        if self._passing:
+        if self._transient:
             works, self._sent = [], [number]  # works hold the tensors
-            _await_release(self._passing)
+            _await_release(self._transient)
         if self._launch is not None:
             self._launch.note("wait_stop")
 
@@ -614,7 +615,7 @@ def _do_jobs(jobs: queue.SimpleQueue[Job | None], must_stop: threading.Event) ->
 # Private torch calls about groups and works. Each has a harmless fallback in case torch changes. #
 
 
-def _check_descriptors(group: dist.ProcessGroup, progress: Progress) -> None:
+def _check_descriptors(group: dist.ProcessGroup, ranks: WrapperRanks) -> None:
     """Refuse to make groups if this process could not open their connections: gloo would abort it.
 
     Raises:
@@ -622,14 +623,14 @@ def _check_descriptors(group: dist.ProcessGroup, progress: Progress) -> None:
     """
     store, size = store_of(group), dist.get_world_size(group)
     num_needed, num_free = _DESCRIPTORS_PER_RANK * size + _DESCRIPTORS, num_free_descriptors()
-    if store is None or size == 1 or num_free >= num_needed or {one.name() for one in backends_of(group)} != {"gloo"}:
+    if store is None or size == 1 or num_free >= num_needed or {one.name() for one in backends_of(group)} != {_GLOO}:
         return
     rank = dist.get_rank(group)
     cause = (
         f"it has {num_free} file descriptors left, and a wrapper of {size} ranks opens up to {num_needed}. Raise the limit "
         "(ulimit -n), close files, or detach() wrappers that are not needed"
     )
-    member = progress.number_of(dist.get_process_group_ranks(group)[rank], rank)
+    member = ranks.number_of(dist.get_process_group_ranks(group)[rank], rank)
     finding = PeerFailedError(step=0, rank=member, phase="wrap", cause=cause)
     report_before_wrap(store, finding, rank=rank)
     raise finding
@@ -658,12 +659,28 @@ def store_of(group: dist.ProcessGroup) -> Store | None:
     return store
 
 
-def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the name of the back-end for tensors on a device; empty if there is none."""
+class Backend(NamedTuple):
+    """A back-end of torch."""
+
+    name: str  # empty: there is none
+    waits_like_gloo: bool
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Backend:
+    """Return the back-end for tensors on a device."""
     try:
-        return str(group._get_backend(device).name())
+        found = group._get_backend(device)
     except RuntimeError:  # no back-end for this kind of device
-        return ""
+        return Backend("", waits_like_gloo=False)
+    return Backend(str(found.name()), _waits_like_gloo(found))
+
+
+def _waits_like_gloo(backend: Any) -> bool:
+    """Return whether works of a back-end block the host, and a wait that times out does them no harm.
+
+    A back-end in Python says so by an attribute ``waits_like_gloo``.
+    """
+    return backend.name() == _GLOO or getattr(backend, "waits_like_gloo", False) is True
 
 
 def name_of(group: dist.ProcessGroup) -> str:
@@ -707,7 +724,7 @@ def groups_like(group: dist.ProcessGroup, names: Sequence[str], timeout_s: float
     ranks time out.
     """
     store = store_of(group)
-    if {backend.name() for backend in backends_of(group)} != {"gloo"} or store is None:
+    if {backend.name() for backend in backends_of(group)} != {_GLOO} or store is None:
         return []
     try:
         given: Any = group._get_backend(torch.device("cpu")).options

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megabucket.buffer import GradPhase, ParamAndGradBuffer, ParamPhase, _ParamAndGradBucketGroup
 from megabucket.comm import Communicator, Exchange
-from megabucket.comm.communicator import Progress
+from megabucket.comm.communicator import RankState
 from megabucket.comm.device import profiler_range
 from megabucket.config.ddp import DistributedDataParallelConfig, with_torch_arguments
 from megabucket.config.resolve import StepPolicy, overlap_obstacle, resolve_step
@@ -107,12 +107,12 @@ class DistributedDataParallel(torch.nn.Module):
         if isinstance(process_group, DeviceMesh):
             groups, process_group = {DENSE: process_group}, None
         self._groups = groups if isinstance(groups, ParallelGroups | None) else ParallelGroups(groups)
-        device, progress = exchange_device(module), Progress(given_recorders=() if recorder is None else (recorder,))
+        device, state = exchange_device(module), RankState(recorder)
         policy = resolve_step(self.ddp_config)
         if self._groups is not None:
-            self.ranks = discover(self._groups, self.ddp_config, policy, device=device, progress=progress)
+            self.ranks = discover(self._groups, self.ddp_config, policy, device=device, state=state)
         else:
-            found = communicator or communicator_for(process_group, self.ddp_config, policy, device=device, progress=progress)
+            found = communicator or communicator_for(process_group, self.ddp_config, policy, device=device, state=state)
             self.ranks = single(found, policy, is_owned=communicator is None)
         self.communicator = self.ranks.step
         """Of the ranks that agree on steps."""
@@ -145,7 +145,7 @@ class DistributedDataParallel(torch.nn.Module):
         return Wrapping(self.module, config, policy, self.ranks, groups=self._groups, on_load=self._note_load)
 
     def _add_recorders(self) -> None:
-        progress, device = self.communicator.progress, self.param_and_grad_buffers[0].param_data.device
+        device = self.param_and_grad_buffers[0].param_data.device
         if self.ddp_config.step_traces:
             self._step_recorder = StepRecorder(rank=self.communicator.rank, clock=self.communicator.clock_for(device))
             self._recorders.append(self._step_recorder)
@@ -153,8 +153,7 @@ class DistributedDataParallel(torch.nn.Module):
             self._recorders.append(ProfilerRanges(profiler_range(device)))
         if self._recorders:  # otherwise those of another wrapper on this communicator stay
             moments = [one.note_moment for one in self._recorders if isinstance(one, ProfilerRanges)]
-            progress.on_moment = moments[0] if moments else None
-            progress.recorders = (*progress.given_recorders, *self._recorders)
+            self.communicator.recorders.add(self._recorders, on_moment=moments[0] if moments else None)
 
     def _note_load(self) -> None:
         self.num_value_changes += 1
@@ -558,9 +557,7 @@ class DistributedDataParallel(torch.nn.Module):
         try:
             wrapping.undo()
         finally:
-            progress = self.communicator.progress
-            if any(recorder in progress.recorders for recorder in self._recorders):
-                progress.recorders, progress.on_moment = progress.given_recorders, None
+            self.communicator.recorders.remove(self._recorders)
             self.ranks.close()
         return self.module
 

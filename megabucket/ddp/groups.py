@@ -27,7 +27,7 @@ from megabucket.comm import (
     exchange,
     with_same_host_copies,
 )
-from megabucket.comm.communicator import Progress
+from megabucket.comm.communicator import RankState
 from megabucket.comm.torch import default_group_of, levels_of, members_of, process_group_of
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.config.resolve import StepPolicy
@@ -234,13 +234,13 @@ def discover(
     policy: StepPolicy,
     *,
     device: torch.device,
-    progress: Progress,
+    state: RankState,
 ) -> RankGroups:
     """Return the ranks of a wrapper with several groups. All ranks of each group call it, with the same names.
 
     Args:
         device: of the parameters.
-        progress: has the recorders. Given communicators have their own.
+        state: of this rank; has the recorders. Given communicators have their own.
 
     Raises:
         ConfigError: there is no group ``dense``, a value is no group, no given group contains all others, the ranks of the norm
@@ -252,7 +252,7 @@ def discover(
     names = sorted(given.reduction, key=lambda name: (name != DENSE, name))
     if DENSE not in names:
         raise ConfigError(f"groups need {DENSE!r}, the ranks of parameters in no other group; got {name_list(names)}")
-    made = _CommunicatorMaker(config, policy, device, progress)
+    made = _CommunicatorMaker(config, policy, device, state)
     groups = {name: _as_group(given.reduction[name]) for name in names}
     replicated = {name: group for name, group in groups.items() if group.replicate is not None}
     candidates = {name: group.ranks for name, group in groups.items()}
@@ -265,9 +265,9 @@ def discover(
     candidates |= copies | {f"replicas of {name!r}": group.replicate for name, group in replicated.items()}
     step_ranks = _widest(candidates, replicated) if given.step_group is None else given.step_group
     obstacles.append(_find_missing("step_group=", step_ranks, candidates, "all of them agree on each step"))
-    # First, because the others share its progress.
+    # First, because the others share its state.
     step = made.communicator(step_ranks)
-    made.progress, step.progress.members = step.progress, step.members
+    made.state, step.state.ranks.members = step.state, step.members
     facts = {name: f", divisor={one.divisor}, unused_parameters={one.unused_parameters!r}" for name, one in groups.items()}
     own = {name: (members_of(ranks), facts.get(name, "")) for name, ranks in candidates.items()}
     _check_alike(step, own, device, next(filter(None, obstacles), None))
@@ -288,14 +288,20 @@ def communicator_for(
     policy: StepPolicy,
     *,
     device: torch.device,
-    progress: Progress,
+    state: RankState,
 ) -> Communicator:
     """Return the communicator of a process group by the config. Arguments and errors: see ``discover_communicator``.
 
     Args:
         device: of the parameters.
     """
-    made = discover_communicator(process_group, Liveness.from_config(config), progress=progress)
+    liveness = Liveness(
+        heartbeat_s=config.heartbeat_s,
+        dead_after_s=config.dead_after_s,
+        straggler_warning_s=config.straggler_warning_s,
+        is_default="dead_after_s" not in config.model_fields_set,
+    )
+    made = discover_communicator(process_group, liveness, state=state)
     return with_same_host_copies(made, device) if policy.copies_on_host else made
 
 
@@ -303,11 +309,11 @@ class _CommunicatorMaker:
     """Makes one communicator per group."""
 
     def __init__(
-        self, config: DistributedDataParallelConfig, policy: StepPolicy, device: torch.device, progress: Progress
+        self, config: DistributedDataParallelConfig, policy: StepPolicy, device: torch.device, state: RankState
     ) -> None:
         self._config, self._policy, self._device = config, policy, device
-        self.progress = progress
-        """Shared by all communicators; errors number ranks by their place in its ``members``."""
+        self.state = state
+        """Shared by all communicators; errors number ranks by their place in its ``ranks.members``."""
         self._made: dict[Any, Communicator] = {}
         self._replicas: dict[Communicator, ReplicaReducer] = {}
         self.owned: list[Communicator] = []
@@ -315,10 +321,10 @@ class _CommunicatorMaker:
     def communicator(self, ranks: Any) -> Communicator:
         group = process_group_of(ranks)
         if isinstance(group, Communicator):
-            group.progress.members = self.progress.members
+            group.state.ranks.members = self.state.ranks.members
             return group
         if group not in self._made:
-            made = communicator_for(group, self._config, self._policy, device=self._device, progress=self.progress)
+            made = communicator_for(group, self._config, self._policy, device=self._device, state=self.state)
             self._made[group] = made
             self.owned.append(made)
         return self._made[group]

@@ -493,7 +493,7 @@ class GradSync:
 
     def pause(self) -> None:
         """Note for recorders that the caller's own code runs now."""
-        for recorder in self._communicator.progress.recorders:
+        for recorder in self._communicator.recorders.active:
             recorder.enter_phase(self.step, PAUSE)
 
     # The end of a step #
@@ -585,7 +585,7 @@ class GradSync:
         if not reports:
             return
         error = resolve_error(self.step - 1 if is_counted else self.step, len(self.groups), reports)
-        self._communicator.progress.failure = None
+        self._communicator.state.failure = None
         if all_have_left(reports):
             self._drop(None, is_counted=is_counted)
             return
@@ -768,7 +768,7 @@ class GradSync:
 
     def _send_failure(self) -> None:
         """Send the rest of the schedule and the fence, without waiting. May be called again after an interrupt."""
-        self._communicator.progress.failure = self._failure
+        self._communicator.state.failure = self._failure
         try:
             if not self.is_reduced:
                 self._schedule.send_dropped()

@@ -597,7 +597,9 @@ def _attach(
         if pattern != "all" and not any(fnmatchcase(name, pattern) for name in params):
             log_once(f"param_name_patterns_for_fp32_local_accumulation: no parameter on this rank matches {pattern!r}")
     with calling("wrap: buffers", ranks, device):
-        into.extend(ParamAndGradBuffer(one, params, fp32_local=fp32_local) for one in layout.buffers)
+        for one in layout.buffers:
+            communicator = ranks.by_name[one.key.group].communicator
+            into.append(ParamAndGradBuffer(one, params, fp32_local=fp32_local, communicator=communicator))
         batches: dict[object, list[_ParamAndGradBucket]] = {}
         for bucket_id in launch_order(layout):
             bucket = into[bucket_id.buffer].buckets[bucket_id.bucket]

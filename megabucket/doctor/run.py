@@ -86,7 +86,7 @@ def run_doctor(
     group = (process_group or dist.group.WORLD) if isinstance(real, ProcessGroupCommunicator) else None
     backend = "none" if real.size == 1 else type(real).__name__.strip("_")
     if group is not None:
-        backend = backend_of(group, device)
+        backend = backend_of(group, device).name
     lines = []
     with ExitStack() as stack:
         if real is not communicator:

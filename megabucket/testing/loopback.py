@@ -21,7 +21,7 @@ from typing import Literal, TypeVar
 import torch
 
 from megabucket.comm import AllGather, AllReduce, Batch, Broadcast, Call, Communicator, Handle, ReduceOp, ReduceScatter
-from megabucket.comm.communicator import Finding, Progress
+from megabucket.comm.communicator import Finding, RankState
 from megabucket.errors import CollectiveError
 from megabucket.trace.clock import HostClock
 from megabucket.trace.recorder import CollectiveRecord, Launch, Recorder
@@ -197,7 +197,7 @@ class LoopbackWorld:
         self._collectives: list[_Collective] = []
         self._schedules: list[list[str]] = [[] for _ in range(size)]
         self._channels = _channels(range(size))
-        self._progress: dict[int, Progress] = {}  # of the newest communicator of each rank
+        self._states: dict[int, RankState] = {}  # of the newest communicator of each rank
         self._in_subgroups: dict[int, list[_LoopbackCommunicator]] = {}
         self._failure: BaseException | None = None
         self._broken: Finding | None = None
@@ -211,9 +211,9 @@ class LoopbackWorld:
         if not 0 <= rank < self.size:
             raise ValueError(f"rank {rank} is not in a world of {self.size} (ranks count from 0)")
         communicator = _LoopbackCommunicator(self, rank, self._channels, recorder)
-        self._progress[rank] = communicator.progress
+        self._states[rank] = communicator.state
         for other in self._in_subgroups.get(rank, ()):
-            other.share(communicator.progress)
+            other.share(communicator.state)
         return communicator
 
     def subgroup(self, ranks: Sequence[int]) -> dict[int, Communicator]:
@@ -231,7 +231,7 @@ class LoopbackWorld:
         channels, made = _channels(members), dict[int, Communicator]()
         for position, rank in enumerate(members):
             made[rank] = communicator = _LoopbackCommunicator(self, position, channels)
-            communicator.share(self._progress.get(rank, communicator.progress))
+            communicator.share(self._states.get(rank, communicator.state))
             self._in_subgroups.setdefault(rank, []).append(communicator)
         return made
 
@@ -376,11 +376,8 @@ class _LoopbackCommunicator(Communicator):
         self.world, self.members = world, self.channel.members
         if others:
             self.control = _LoopbackCommunicator(world, rank, others)
-            self.control.progress = self.progress
-
-    def share(self, progress: Progress) -> None:
-        """Count work on this communicator as work of another one of the same rank."""
-        self.progress = self.control.progress = progress
+            self.control.launches = self.launches
+            self.share(self.state)
 
     def _handle(self, batch: Batch, record: CollectiveRecord, *, is_kept: bool) -> Handle:  # noqa: ARG002 - the port's
         return _LoopbackHandle(self, batch, record)
@@ -394,8 +391,8 @@ class _LoopbackHandle(Handle):
         self._owner, self._batch, self._label = owner, batch, record.label
         self._rank = owner.members[owner.rank]
         self._collective: _Collective | None = None
-        wants_time = any(recorder.records_time for recorder in owner.progress.recorders)
-        self._launch = Launch(record, clock=HostClock() if wants_time else None, on_moment=owner.progress.on_moment)
+        wants_time = any(recorder.records_time for recorder in owner.recorders.active)
+        self._launch = Launch(record, clock=HostClock() if wants_time else None, on_moment=owner.recorders.on_moment)
 
     @property
     def is_started(self) -> bool:
@@ -404,11 +401,11 @@ class _LoopbackHandle(Handle):
     def start(self) -> None:
         if self._collective is not None:
             return
-        owner, progress = self._owner, self._owner.progress
+        owner = self._owner
         self._launch.note("launched")
         self._collective = owner.world._launch(self._rank, owner.channel, self._batch, self._label)
-        progress.num_launched += 1
-        for recorder in progress.recorders:
+        owner.launches.last = next(owner.launches.numbers)
+        for recorder in owner.recorders.active:
             recorder.record_launch(self._launch)
 
     def poll(self) -> bool:

@@ -334,7 +334,7 @@ class TestReadiness:
     def test_a_complete_group_is_so_until_the_next_step_and_says_so_once(self):
         said = []
         _, (only,) = ranks(size=1)
-        only.group.communicator.progress.recorders = (SimpleNamespace(note_ready=said.append, record_launch=id),)
+        only.group.communicator.recorders.active = (SimpleNamespace(note_ready=said.append, record_launch=id),)
         only.both(1)
         whole_step(only)
 

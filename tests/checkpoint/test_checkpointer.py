@@ -567,12 +567,12 @@ class TestCheckpointer:
 
     def test_a_save_in_the_background_begins_with_two_exchanges(self, tmp_path):
         def program(run):
-            progress = run.ddp.communicator.progress
+            communicator = run.ddp.communicator
             with run.train(1).checkpointer(tmp_path, asynchronous=True) as checkpointer:
                 run.ddp.finish_param_sync()
-                before = progress.num_launched
+                before = communicator.num_launched
                 checkpointer.save(1)
-                return progress.num_launched - before
+                return communicator.num_launched - before
 
         # What the optimizer holds, and whether all can save: is everybody here, how long is it, what is it?
         assert run_ranks(2, program, sharded=True) == [6, 6]

@@ -14,8 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from megabucket.comm import Liveness
-from megabucket.comm.communicator import Progress
-from megabucket.comm.liveness import Heartbeat, PeerWatch
+from megabucket.comm.communicator import LaunchCount, RankState
+from megabucket.comm.liveness.heartbeat import Heartbeat
+from megabucket.comm.liveness.watch import PeerWatch
 from megabucket.errors import MegabucketError, PeerLostError, WrapperBrokenError
 
 PATIENT = Liveness(heartbeat_s=0.2, dead_after_s=20.0, straggler_warning_s=None)
@@ -37,20 +38,27 @@ class Work:
         return self.is_done.is_set()
 
 
+def in_step_3(phase: str) -> RankState:
+    state = RankState()
+    state.progress.enter(3, phase)
+    return state
+
+
 class Wrapper:
     """What the ranks of one wrapper have of it: a heartbeat and a watch each."""
 
     def __init__(
-        self, store: dist.Store, members: tuple[int, ...], group: str, progress_of: dict[int, Progress] | None = None
+        self, store: dist.Store, members: tuple[int, ...], group: str, state_of: dict[int, RankState] | None = None
     ) -> None:
         self.heartbeats, self.watches = {}, {}
         for rank, member in enumerate(members):
-            progress = progress_of[member] if progress_of else Progress(step=3, phase="backward")
+            state = state_of[member] if state_of else in_step_3("backward")
             heartbeat = Heartbeat(
                 dist.PrefixStore(group, store),
                 rank=rank,
                 members=members,
-                progress=progress,
+                state=state,
+                launches=LaunchCount(),
                 every_s=PATIENT.heartbeat_s,
                 is_wanted=lambda: True,
                 group_name=group,
@@ -79,8 +87,8 @@ def wrappers() -> Iterator[Callable[..., Wrapper]]:
     made: list[Wrapper] = []
     store = dist.HashStore()
 
-    def make(*members: int, group: str = "dp", progress_of: dict[int, Progress] | None = None) -> Wrapper:
-        made.append(Wrapper(store, members, group, progress_of))
+    def make(*members: int, group: str = "dp", state_of: dict[int, RankState] | None = None) -> Wrapper:
+        made.append(Wrapper(store, members, group, state_of))
         return made[-1]
 
     yield make
@@ -131,8 +139,8 @@ def test_wrappers_of_two_groups_of_the_same_ranks_are_told_apart(wrappers):
 
 
 def test_ranks_that_wait_in_two_groups_of_one_wrapper_are_in_no_circle_and_hear_what_either_finds(wrappers):
-    progress_of = {rank: Progress(step=3, phase="backward") for rank in (0, 1)}
-    dense, expert = (wrappers(0, 1, group=group, progress_of=progress_of) for group in ("dense", "expert"))
+    state_of = {rank: in_step_3("backward") for rank in (0, 1)}
+    dense, expert = (wrappers(0, 1, group=group, state_of=state_of) for group in ("dense", "expert"))
     slow, works = time.monotonic() + 3.0, (Work(), Work())
     with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(dense.wait, 0, works[0]), pool.submit(expert.wait, 1, works[1])]
@@ -198,7 +206,13 @@ def test_what_a_rank_left_on_the_board_before_a_restart_is_no_circle_with_one_th
     before.heartbeats[1].block("fence")
     assert before.heartbeats[1].ask(5.0) is not None
     early = Heartbeat(
-        dist.PrefixStore("attempt 1", store), rank=0, members=(0, 1), progress=Progress(), every_s=0.2, is_wanted=lambda: True
+        dist.PrefixStore("attempt 1", store),
+        rank=0,
+        members=(0, 1),
+        state=RankState(),
+        launches=LaunchCount(),
+        every_s=0.2,
+        is_wanted=lambda: True,
     )
     watch = PeerWatch(early, PATIENT, group_timeout_s=2.5, on_loss=lambda: None)
 
@@ -224,7 +238,15 @@ def test_an_interrupted_rank_ends_the_waits_of_the_others_in_its_words(wrappers)
 
 
 def test_a_rank_that_never_wraps_is_named_when_the_time_of_the_group_is_over():
-    heartbeat = Heartbeat(dist.HashStore(), rank=0, members=(0, 1), progress=Progress(), every_s=0.2, is_wanted=lambda: True)
+    heartbeat = Heartbeat(
+        dist.HashStore(),
+        rank=0,
+        members=(0, 1),
+        state=RankState(),
+        launches=LaunchCount(),
+        every_s=0.2,
+        is_wanted=lambda: True,
+    )
     watch = PeerWatch(heartbeat, PATIENT, group_timeout_s=0.5, on_loss=lambda: None)
     started_s = time.monotonic()
 
@@ -240,8 +262,16 @@ def test_a_rank_that_never_wraps_is_named_when_the_time_of_the_group_is_over():
 
 @pytest.mark.parametrize(("phase", "text"), [("fence", "fence of step 3:"), ("update", "fence of step 3 (update):")])
 def test_a_phase_that_is_named_like_what_it_waits_for_is_said_once(phase, text):
-    progress = Progress(step=3, phase=phase)
-    heartbeat = Heartbeat(dist.HashStore(), rank=0, members=(0, 1), progress=progress, every_s=0.2, is_wanted=lambda: True)
+    state = in_step_3(phase)
+    heartbeat = Heartbeat(
+        dist.HashStore(),
+        rank=0,
+        members=(0, 1),
+        state=state,
+        launches=LaunchCount(),
+        every_s=0.2,
+        is_wanted=lambda: True,
+    )
     watch = PeerWatch(heartbeat, PATIENT, group_timeout_s=0.1, on_loss=lambda: None)
 
     with pytest.raises(PeerLostError) as caught:
@@ -260,7 +290,7 @@ class BrokenWork(Work):
 
 def test_of_a_broken_connection_a_rank_that_left_after_it_had_launched_is_named(wrappers):
     wrapper = wrappers(0, 1)
-    wrapper.heartbeats[1].num_launched = 9
+    wrapper.heartbeats[1].launches.last = 9
     wrapper.heartbeats[1].stop()  # its process lives: on another host nobody could see that it has ended
 
     error = wrapper.wait(0, BrokenWork())

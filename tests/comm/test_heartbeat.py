@@ -8,8 +8,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from megabucket.comm.communicator import Progress
-from megabucket.comm.liveness import Heartbeat
+from megabucket.comm.communicator import LaunchCount, RankState
+from megabucket.comm.liveness.heartbeat import Heartbeat
 from megabucket.errors import PeerLostError
 
 STORE_HOST = """
@@ -30,7 +30,17 @@ def world():
     made, store = [], dist.HashStore()
 
     def make(rank, *, members=(0, 1, 2), every_s=None, is_wanted=lambda: True, over=store):
-        made.append(Heartbeat(over, rank=rank, members=members, progress=Progress(), every_s=every_s, is_wanted=is_wanted))
+        made.append(
+            Heartbeat(
+                over,
+                rank=rank,
+                members=members,
+                state=RankState(),
+                launches=LaunchCount(),
+                every_s=every_s,
+                is_wanted=is_wanted,
+            )
+        )
         return made[-1]
 
     yield make
@@ -51,7 +61,7 @@ def test_a_rank_sees_who_has_come_and_not_itself(world):
 
 def test_beats_go_on_and_carry_the_progress(world):
     first, second = world(0), world(1, every_s=0.02)
-    second.progress.step, second.progress.phase, second.progress.bucket = 7, "forward", 3
+    second.state.progress.step, second.state.progress.phase, second.state.progress.bucket = 7, "forward", 3
     before = first.ask(5.0).beats[1]
 
     time.sleep(0.2)
@@ -132,7 +142,7 @@ def test_a_finding_of_an_attempt_before_a_restart_is_not_read(world):
 
 def test_stopping_says_farewell_once_the_work_is_done(world):
     first, second = world(0), world(1, every_s=10.0)
-    second.num_launched = 5
+    second.launches.last = 5
 
     second.stop()
     second.stop()

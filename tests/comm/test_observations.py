@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_signs import BEAT
 
-from megabucket.comm.liveness import Observations, View
+from megabucket.comm.liveness.observations import Observations, View
 
 
 class Scene:

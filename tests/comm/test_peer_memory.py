@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from megabucket.comm import samehost
-from megabucket.comm.liveness import identify_this_process
+from megabucket.comm.liveness.observations import identify_this_process
 from megabucket.comm.samehost import find_peer_memory
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megabucket.comm.liveness import identify_this_process, is_gone
+from megabucket.comm.liveness.observations import identify_this_process, is_gone
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megabucket.comm import AllGather, AllReduce, Batch, Broadcast, Communicator, LocalCommunicator, ReduceOp, ReduceScatter
-from megabucket.comm.communicator import DoneHandle, Progress
+from megabucket.comm.communicator import DoneHandle
 from megabucket.errors import CollectiveError, InvariantError
 from megabucket.testing import ListRecorder, LoopbackWorld
 from megabucket.trace.recorder import CollectiveKind, CollectiveRecord
@@ -125,13 +125,13 @@ def test_a_prepared_batch_is_looked_at_again_by_ranks_of_another_number():
         LoopbackWorld(3).communicator(0).launch(batch, label="a")
 
 
-def test_the_progress_counts_what_was_launched():
+def test_a_communicator_counts_what_was_launched():
     communicator = LoopbackWorld(2).communicator(0)
     communicator.launch([AllReduce(torch.empty(0))], label="nothing")
     communicator.launch([AllReduce(torch.ones(1)), AllReduce(torch.ones(2))], label="a")
     communicator.launch([Broadcast(torch.ones(1))], label="b")
 
-    assert communicator.progress == Progress(step=0, phase="setup", bucket=-1, num_launched=2)
+    assert communicator.num_launched == 2
 
 
 def test_closing_a_communicator_that_has_nothing_to_end_is_allowed_again_and_again():

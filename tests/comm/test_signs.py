@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from megabucket.comm.liveness import Beat, ProcessIdentity, decode_beat, decode_finding, encode_finding
+from megabucket.comm.liveness.heartbeat import decode_beat, decode_finding, encode_finding
+from megabucket.comm.liveness.observations import Beat, ProcessIdentity
 from megabucket.errors import PeerLostError, WrapperBrokenError
 
 BEAT = Beat(

@@ -21,7 +21,7 @@ from megabucket.comm import (
     ReduceScatter,
     discover_communicator,
 )
-from megabucket.comm.communicator import Progress
+from megabucket.comm.communicator import RankState
 from megabucket.errors import CollectiveError, GroupDestroyedError
 from megabucket.testing import ListRecorder
 from megabucket.trace.recorder import CollectiveRecord
@@ -158,7 +158,7 @@ class TestLaunches:
         recorder = ListRecorder()
         calls = [AllReduce(torch.ones(numel)), AllReduce(torch.ones(3, dtype=torch.float64))]
 
-        launch(ProcessGroupCommunicator(group, progress=Progress(given_recorders=(recorder,))), calls, "a").wait()
+        launch(ProcessGroupCommunicator(group, state=RankState(recorder)), calls, "a").wait()
 
         (record,) = recorder.launches
         assert record.launched <= record.done <= record.wait_stop
@@ -167,9 +167,7 @@ class TestLaunches:
     def test_a_recorder_that_wants_no_times_gets_none(self, group):
         recorder = ListRecorder(records_time=False)
 
-        launch(
-            ProcessGroupCommunicator(group, progress=Progress(given_recorders=(recorder,))), [AllReduce(torch.ones(2))], "a"
-        ).wait()
+        launch(ProcessGroupCommunicator(group, state=RankState(recorder)), [AllReduce(torch.ones(2))], "a").wait()
 
         (record,) = recorder.launches
         assert (record.launched, record.done, record.wait_start, record.wait_stop) == (None,) * 4

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megabucket.comm.liveness import is_lost_connection, is_time_limit, wait_slice
+from megabucket.comm.liveness.watch import is_lost_connection, is_time_limit, wait_slice
 
 CLOSED = (
     "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2453. This is typically caused by a remote "

@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 
-from megabucket.comm.liveness import wait_slice
+from megabucket.comm.liveness.watch import wait_slice
 from megabucket.comm.torch import Job, Worker
 
 

@@ -736,7 +736,7 @@ def test_a_rank_that_cannot_add_up_breaks_the_wrapper_on_all_ranks():
         if rank != 1:
             finalize_grads(ddp)
             optimizer.step()
-        ddp.ranks.copies["tp"].progress.recorders = (NoRoom(),)
+        ddp.ranks.copies["tp"].recorders.active = (NoRoom(),)
         with pytest.raises(MemoryError):
             finalize_grads(ddp)
         optimizer.step()

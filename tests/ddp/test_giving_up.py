@@ -148,7 +148,7 @@ class LaunchesFail(Recorder):
 def test_a_collective_that_could_not_be_launched_is_launched_when_the_rank_gives_up(sharded):
     ranks = Ranks(2, Weights("ab"), use_distributed_optimizer=sharded, bucket_size=1)
     recorder = LaunchesFail()
-    ranks.ddps[FAULTY].communicator.progress.recorders = (recorder,)
+    ranks.ddps[FAULTY].communicator.recorders.active = (recorder,)
 
     def run(rank, ddp):
         optimizer, found = optimizer_of(ddp), []

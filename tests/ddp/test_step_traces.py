@@ -219,7 +219,7 @@ def test_after_detach_nothing_is_noted_any_more_and_the_last_trace_stays():
         trace = take_step(ddp, optimizer_of(ddp))
         module = ddp.detach()
         module(**FACTORS).backward()
-        return trace == ddp.last_step_trace, ddp.communicator.progress.recorders
+        return trace == ddp.last_step_trace, ddp.communicator.recorders.active
 
     assert ranks.run(train) == [(True, ())] * 2
 
@@ -229,7 +229,7 @@ def test_without_step_traces_nobody_listens_and_there_is_no_trace():
 
     def train(rank, ddp):
         take_step(ddp, optimizer_of(ddp))
-        return ddp.last_step_trace, ddp.communicator.progress.recorders
+        return ddp.last_step_trace, ddp.communicator.recorders.active
 
     assert ranks.run(train) == [(None, ())] * 2
 
@@ -243,7 +243,7 @@ def test_a_recorder_that_was_given_still_gets_everything():
         ddp = DistributedDataParallel(Weights("ab"), config, communicator=communicator)
         recorders[rank].launches.clear()
         ddp(a=1.0, b=1.0).backward()
-        return ddp.last_step_trace, communicator.progress.recorders
+        return ddp.last_step_trace, communicator.recorders.active
 
     for (trace, _), recorder in zip(world.run(train), recorders, strict=True):
         assert tuple(recorder.collectives) == trace.collectives
@@ -262,7 +262,7 @@ def test_of_wrappers_that_share_a_communicator_the_last_one_has_the_figures():
 
     assert first.last_step_trace is None
     assert second.last_step_trace.step == 0
-    assert len(communicator.progress.recorders) == 1
+    assert len(communicator.recorders.active) == 1
 
 
 def test_one_rank_has_traces_without_communication():

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from fake_accelerator import COMM
 
-from megabucket.comm.communicator import Progress
-from megabucket.comm.liveness import Heartbeat
+from megabucket.comm.communicator import LaunchCount, RankState
+from megabucket.comm.liveness.heartbeat import Heartbeat
 from megabucket.comm.torch import store_of
 
 NAME = "fakenccl"
@@ -152,14 +152,15 @@ def other_ranks():
             store_of(group),
             rank=rank,
             members=range(group.size()),
-            progress=Progress(),
+            state=RankState(),
+            launches=LaunchCount(),
             every_s=0.1,
             is_wanted=lambda: True,
         )
         for rank in range(1, group.size())
     ]
     for heartbeat in others:
-        heartbeat.num_launched = 1 << 40
+        heartbeat.launches.last = 1 << 40
     try:
         yield others
     finally:

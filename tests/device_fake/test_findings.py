@@ -15,7 +15,7 @@ from megabucket.buffer.finite import FiniteTest, any_beyond
 from megabucket.checkpoint.capture import to_host
 from megabucket.checkpoint.format import Snapshot
 from megabucket.comm import LocalCommunicator, ReduceOp, ReduceScatter
-from megabucket.comm.gloo import Plan
+from megabucket.comm.plan import Plan
 from megabucket.ddp.backward import Backward
 from megabucket.errors import ConcurrentBackwardError
 from megabucket.fused import kernels

@@ -25,7 +25,7 @@ def die(other):
 
 
 def leave(other):
-    other.num_launched = 0
+    other.launches.last = 0
     other.stop()
 
 

@@ -10,7 +10,7 @@ import torch
 from pool import Rank
 
 from megabucket.comm import AllGather, AllReduce, Broadcast, Liveness, ProcessGroupCommunicator
-from megabucket.comm.communicator import Progress
+from megabucket.comm.communicator import RankState
 from megabucket.testing import ListRecorder
 
 pytestmark = pytest.mark.dist
@@ -74,8 +74,8 @@ def test_reductions_of_a_batch_are_coalesced(pool):
 
 def launch_unprepared(rank: Rank, records: bool) -> list[int]:
     """Return, per kind of call, after how many of 100 launches a thread of gloo still held a tensor."""
-    progress = Progress(given_recorders=(ListRecorder(),) if records else ())
-    communicator = ProcessGroupCommunicator(rank.group, progress=progress)
+    state = RankState(ListRecorder() if records else None)
+    communicator = ProcessGroupCommunicator(rank.group, state=state)
     switch_interval_s = sys.getswitchinterval()
     sys.setswitchinterval(5.0)  # so that a thread of gloo that needs Python's lock is late
     num_held = [0, 0, 0]

@@ -13,7 +13,7 @@ from pool import Rank
 
 import megabucket as mb
 from megabucket.comm import AllGather, AllReduce, Batch, Call, ProcessGroupCommunicator, ReduceOp, ReduceScatter, gloo
-from megabucket.comm.gloo import Start
+from megabucket.comm.plan import Start
 from megabucket.planning import memory
 
 pytestmark = pytest.mark.dist

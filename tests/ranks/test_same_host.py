@@ -35,7 +35,7 @@ from megabucket.comm import (
     samehost,
     with_same_host_copies,
 )
-from megabucket.comm.gloo import Plan
+from megabucket.comm.plan import Plan
 from megabucket.comm.samehost import _Copies
 from megabucket.errors import GroupDestroyedError, PeerFailedError, PeerLostError
 from megabucket.planning.memory import exchange_bytes

@@ -61,9 +61,9 @@ class _OneHandle(Handle):
         self._is_started = True
         for call in self._batch:
             self._owner.run(call)
-        progress = self._owner.progress
-        progress.num_launched += 1
-        for recorder in progress.recorders:
+        launches = self._owner.launches
+        launches.last = next(launches.numbers)
+        for recorder in self._owner.recorders.active:
             recorder.record_launch(Launch(self._record, clock=None))
 
     def wait(self) -> None:

@@ -36,7 +36,7 @@ from megabucket.checkpoint.ranks import GroupRanks, together
 from megabucket.checkpoint.restore import LoadedCheckpoint, restore
 from megabucket.checkpoint.stored import Stored
 from megabucket.checkpoint.values import decode
-from megabucket.comm import ProcessGroupCommunicator, SameHostCommunicator
+from megabucket.comm import ForwardingCommunicator, ProcessGroupCommunicator
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointError, ConfigError, name_list
 from megabucket.optim.state_dict import KNOWN_NUMBERS, NUMBER_TYPES, StateEntry, describe_number, entry_from_json, number_in
@@ -83,7 +83,9 @@ def _check_target(path: Path, ddp: DistributedDataParallel) -> Any:
             "nor the new checkpoint: write into a directory of its own."
         )
     communicator = ddp.communicator
-    if isinstance(communicator, ProcessGroupCommunicator | SameHostCommunicator):
+    while isinstance(communicator, ForwardingCommunicator):
+        communicator = communicator.inner
+    if isinstance(communicator, ProcessGroupCommunicator):
         return communicator.process_group
     if communicator.size > 1:
         raise ConfigError(f"torch.distributed.checkpoint needs a process group, and this wrapper has {communicator!r}")

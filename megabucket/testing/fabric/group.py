@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megabucket.comm.torch import FABRIC
 from megabucket.errors import ConfigError
 from megabucket.testing.fabric.work import FabricWork, Lateness, Ledger, Machine, share_memory
 
@@ -25,6 +24,9 @@ Tensors = list[torch.Tensor]
 _ProcessGroup: Any = dist.ProcessGroup
 _ProcessGroupGloo: Any = c10d.ProcessGroupGloo
 _ALWAYS_MOVED_BYTES: Final = 256
+
+FABRIC: Final = "megabucket_fabric"
+"""Name of the emulated fabric as a torch back-end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,9 @@ class FabricGroup(_ProcessGroup):  # type: ignore[misc]
         options: of torch: store, rank, size, time limit, ranks, name.
         machine: that of the default group if it is on a fabric as well.
     """
+
+    waits_like_gloo = True
+    """Read by ``comm/torch.py``: its works can be waited for in slices."""
 
     def __init__(self, fabric: EmulatedFabric, options: Any, *, machine: Machine | None) -> None:
         rank, size = options.group_rank, options.group_size

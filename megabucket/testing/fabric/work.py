@@ -29,7 +29,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -37,9 +37,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from megabucket.errors import ConfigError
-
-if TYPE_CHECKING:
-    from megabucket.testing.fabric.group import FabricGroup
 
 NUM_SLOTS: Final = 8192
 """Collectives of a group that a rank may be ahead of the slowest one."""
@@ -174,10 +171,19 @@ class Ledger:
         return slot
 
 
+class _Group(Protocol):
+    """A process group on the fabric, as its works see it."""
+
+    machine: Machine
+    timeout_s: float
+    lateness: Lateness
+
+
 class FabricWork(dist.Work):
     """One launched collective.
 
     Args:
+        group: it was launched on; kept alive until the end of the work.
         slot: of the ledger.
         duration_s: on a free link.
         works: of gloo, which move the data; none when nothing is moved.
@@ -187,7 +193,7 @@ class FabricWork(dist.Work):
 
     def __init__(
         self,
-        group: FabricGroup,
+        group: _Group,
         slot: Any,
         *,
         duration_s: float,

@@ -1,0 +1,14 @@
+"""Detects lost and stuck ranks: heartbeats in the store of the group, waits in slices, one finding for all ranks.
+
+Each rank has a thread that writes beats into the store and reads those of the others (``heartbeat.py``). A wait for a
+collective is split into short slices; between two slices the waiting rank checks the others (``watch.py``), and
+``observations.py`` says what it sees. The first rank that finds out why a wait cannot end writes its finding into the store,
+and all ranks raise that finding.
+
+::
+
+    waiting thread                    thread of the rank                store
+      request() / ask()  --mailbox-->   write, read         <------->   <wrapper>/rank/<r>         Beat
+      view               <----------    publish a View                  board/rank/<r>             Block: where a rank waits
+                                        every heartbeat_s   -------->   board/finding/<token>      Finding
+"""
