@@ -50,7 +50,7 @@ Restore = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Staging:
+class PendingLoad:
     """A load that is under way."""
 
     stored: Stored
@@ -134,7 +134,7 @@ def restore(stored: Stored, parts: TrainingParts, *, cast: bool = False, with_rn
         CheckpointError: something else failed on some rank.
     """
     ranks = GroupRanks(parts.ddp, "loading a checkpoint")
-    names, staging = GlobalNames(parts.ddp), Staging(stored)
+    names, staging = GlobalNames(parts.ddp), PendingLoad(stored)
     model = WholeModel.of(gather_results(ranks, "model", lambda: model_summary(parts, names, "loading a checkpoint")))
     together(ranks, "differences", lambda: _refuse(stored, _mismatches(stored, parts, names, model, cast=cast)))
     found = together(ranks, "values", lambda: _read(staging, parts, names, with_rng=with_rng))
@@ -167,7 +167,7 @@ def _refuse(stored: Stored, problems: list[str]) -> None:
         raise CheckpointMismatchError(path=str(stored.path), problems=problems)
 
 
-def _read(staging: Staging, parts: TrainingParts, names: GlobalNames, *, with_rng: bool) -> LoadedCheckpoint:
+def _read(staging: PendingLoad, parts: TrainingParts, names: GlobalNames, *, with_rng: bool) -> LoadedCheckpoint:
     """Read everything that this rank needs, beside the run."""
     stored, ranks = staging.stored, names.ranks
     values: Any = stored.values
@@ -328,7 +328,7 @@ def _source_of_buffer(stored: Stored, names: GlobalNames, name: str) -> str:
     return local if is_own else f"{Prefix.MODEL}{name}"
 
 
-def _stage_model(staging: Staging, ddp: DistributedDataParallel, names: GlobalNames) -> None:
+def _stage_model(staging: PendingLoad, ddp: DistributedDataParallel, names: GlobalNames) -> None:
     """Request all weights and module buffers."""
     sharded = set(ddp.param_names) if ddp.ddp_config.use_distributed_optimizer else set()
     for buffer in ddp.param_and_grad_buffers if sharded else ():
@@ -344,7 +344,9 @@ def _stage_model(staging: Staging, ddp: DistributedDataParallel, names: GlobalNa
         staging.finish.append(lambda: _gather(ddp))
 
 
-def _stage_param_shards(staging: Staging, ddp: DistributedDataParallel, names: GlobalNames, buffer: ParamAndGradBuffer) -> None:
+def _stage_param_shards(
+    staging: PendingLoad, ddp: DistributedDataParallel, names: GlobalNames, buffer: ParamAndGradBuffer
+) -> None:
     layout = buffer.layout
     rank = ddp.ranks.by_name[layout.key.group].communicator.rank
     for bucket in layout.buckets:
@@ -441,13 +443,13 @@ class _OptimizerStaging:
         groups: the hyperparameters of each group, as they will be.
     """
 
-    staging: Staging
+    staging: PendingLoad
     names: GlobalNames
     there: StoredOptimizer
     groups: list[dict[str, Any]]
 
     @classmethod
-    def of(cls, staging: Staging, optimizer: torch.optim.Optimizer, names: GlobalNames) -> _OptimizerStaging:
+    def of(cls, staging: PendingLoad, optimizer: torch.optim.Optimizer, names: GlobalNames) -> _OptimizerStaging:
         """Prepare to request the state, and decode the hyperparameters of the checkpoint."""
         there = StoredOptimizer.of(staging.stored)
         assert there is not None  # noqa: S101 - else the checkpoint was refused

@@ -14,7 +14,7 @@ from megabucket.cli.workload import ConfigFile, Overrides
 from megabucket.errors import printable
 
 if TYPE_CHECKING:
-    from megabucket.doctor import Report
+    from megabucket.doctor import DoctorReport
 
 
 def doctor(
@@ -38,7 +38,7 @@ def doctor(
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _lines(report: Report) -> Iterator[str]:
+def _lines(report: DoctorReport) -> Iterator[str]:
     if report.backend == "none":
         yield f"one process without a process group, on {report.device}"
     else:

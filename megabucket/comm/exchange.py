@@ -21,7 +21,7 @@ _MOST_BYTES: Final = 1 << 30
 """Limit per rank and exchange. No message of this package is longer."""
 
 
-class Answer(NamedTuple):
+class GateResult(NamedTuple):
     """The combined message of all ranks, the same on all of them."""
 
     is_alike: bool
@@ -77,7 +77,7 @@ class Gate:
         self._handle = self._control.handle(self._batch, label=label)
         self._handle.start()
 
-    def take(self) -> Answer:
+    def take(self) -> GateResult:
         """Wait for all ranks and return their answer. Then the next message may be sent.
 
         Raises:
@@ -87,7 +87,7 @@ class Gate:
             raise CollectiveError("there is no message whose answer could be taken")
         kind, no_kind, fingerprint, no_fingerprint, flag, nonfinite = self._handle.read(self._vector).tolist()
         self._handle = None
-        return Answer(kind == -no_kind and fingerprint == -no_fingerprint, flag, bool(nonfinite))
+        return GateResult(kind == -no_kind and fingerprint == -no_fingerprint, flag, bool(nonfinite))
 
 
 class Exchange:

@@ -145,7 +145,7 @@ class _Channel(Communicator):
         group: ``None``: the default group. A reference to it would keep its threads alive after it is destroyed.
     """
 
-    def __init__(self, link: Link, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, link: RankLink, group: dist.ProcessGroup | None) -> None:
         super().__init__(rank=link.rank, size=link.size)
         self.share(link.state)
         self.launches = link.launches
@@ -227,7 +227,7 @@ class ProcessGroupCommunicator(_Channel):
         state = state or RankState()
         if owns_groups:
             _check_descriptors(living, state.ranks)
-        link = Link(living, liveness, state)
+        link = RankLink(living, liveness, state)
         super().__init__(link, None if group is dist.group.WORLD else group)
         self.members = dist.get_process_group_ranks(living)
         self.process_group = self._group
@@ -252,7 +252,7 @@ class ProcessGroupCommunicator(_Channel):
                 channel._group = self.process_group  # remaining references to the channel must not keep its group's threads
 
 
-class Link:
+class RankLink:
     """Shared by the channels of one communicator: the watch over the other ranks, the thread, the count of launches."""
 
     def __init__(self, group: dist.ProcessGroup, liveness: Liveness | None, state: RankState) -> None:
@@ -387,7 +387,7 @@ class WorkHandle(Handle):
     """
 
     def __init__(
-        self, link: Link, group: dist.ProcessGroup | None, plan: Plan, record: CollectiveRecord, *, run: Run | None = None
+        self, link: RankLink, group: dist.ProcessGroup | None, plan: Plan, record: CollectiveRecord, *, run: Run | None = None
     ) -> None:
         self._link, self._group, self._label = link, group, record.label
         self._plan: Plan | None = plan

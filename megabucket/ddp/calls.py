@@ -20,7 +20,7 @@ from megabucket.comm import Communicator, exchange
 from megabucket.ddp.backward import refuse_in_backward
 from megabucket.ddp.fence import Fence
 from megabucket.ddp.groups import DENSE, RankGroups, copies_key
-from megabucket.ddp.report import Entry, Problem, Report, fingerprint_of, resolve_error
+from megabucket.ddp.report import Entry, Problem, RankReport, fingerprint_of, resolve_error
 from megabucket.errors import LayoutMismatchError, MegabucketError, PeerFailedError, ReplicasDivergedError
 
 _DIFFERENCES_SHOWN: Final = 5
@@ -29,14 +29,14 @@ _FOUND_TOGETHER: Final = (LayoutMismatchError, ReplicasDivergedError)
 """Differences between the ranks of one group, which the ranks of other groups raise as well."""
 
 
-class Call:
+class CollectiveCall:
     """One collective call on this rank: prepared first, then opened by all ranks together.
 
     Args:
         agree: enters the call, or raises the error of all ranks. Takes the call, and why this rank cannot make it.
     """
 
-    def __init__(self, agree: Callable[[Call, Exception | None], None]) -> None:
+    def __init__(self, agree: Callable[[CollectiveCall, Exception | None], None]) -> None:
         self._agree = agree
         self.entries: list[Entry] = []
         """Must be equal on all ranks."""
@@ -59,13 +59,13 @@ class Call:
 
 
 @contextmanager
-def opening(agree: Callable[[Call, Exception | None], None]) -> Iterator[Call]:
+def opening(agree: Callable[[CollectiveCall, Exception | None], None]) -> Iterator[CollectiveCall]:
     """Return a call for the block to prepare and open. It is opened at the end otherwise, with the exception of the block.
 
     Args:
-        agree: as for ``Call``.
+        agree: as for ``CollectiveCall``.
     """
-    call = Call(agree)
+    call = CollectiveCall(agree)
     try:
         yield call
     except Exception as error:
@@ -85,7 +85,7 @@ class InterruptedStep(Protocol):
     def settle(self) -> None:
         """Conclude a step that this rank has given up, if there is one."""
 
-    def enter_call(self, label: str, call: Call, failure: Exception | None) -> Any:
+    def enter_call(self, label: str, call: CollectiveCall, failure: Exception | None) -> Any:
         """Enter a call together with all ranks, or raise the same error on all. Returns the state to go back to."""
 
     def leave_call(self, before: Any) -> None:
@@ -96,7 +96,7 @@ class InterruptedStep(Protocol):
 
 
 @contextmanager
-def making(step: InterruptedStep, label: str) -> Iterator[Call]:
+def making(step: InterruptedStep, label: str) -> Iterator[CollectiveCall]:
     """Make a collective call: the block prepares this rank's side, opens the call, and exchanges.
 
     An exception before ``open`` fails the call on all ranks, which go on. One after it, even an interrupt, breaks the wrapper
@@ -116,7 +116,7 @@ def making(step: InterruptedStep, label: str) -> Iterator[Call]:
     step.settle()
     before = None
 
-    def agree(call: Call, failure: Exception | None) -> None:
+    def agree(call: CollectiveCall, failure: Exception | None) -> None:
         nonlocal before
         before = step.enter_call(label, call, failure)
 
@@ -148,10 +148,10 @@ def making_several(step: InterruptedStep, label: str) -> Iterator[None]:
         raise
 
 
-def calling(label: str, ranks: RankGroups, device: torch.device) -> AbstractContextManager[Call]:
+def calling(label: str, ranks: RankGroups, device: torch.device) -> AbstractContextManager[CollectiveCall]:
     """Return a context like that of ``GradSync.call``, for when there is no step yet."""
 
-    def agree(call: Call, failure: Exception | None) -> None:
+    def agree(call: CollectiveCall, failure: Exception | None) -> None:
         fence = Fence(ranks.step, num_buckets=0, policy=ranks.by_name[DENSE].policy, device=device)
         error, _ = agree_on_call(label, call, failure, ranks=ranks, fence=fence)
         if error is not None:
@@ -161,8 +161,8 @@ def calling(label: str, ranks: RankGroups, device: torch.device) -> AbstractCont
 
 
 def agree_on_call(
-    label: str, call: Call, failure: Exception | None, *, ranks: RankGroups, fence: Fence, step: int = 0
-) -> tuple[MegabucketError | None, Sequence[Report]]:
+    label: str, call: CollectiveCall, failure: Exception | None, *, ranks: RankGroups, fence: Fence, step: int = 0
+) -> tuple[MegabucketError | None, Sequence[RankReport]]:
     """Open a call on all ranks of a wrapper, and compare its entries inside each group.
 
     Arguments and result: see ``open_call``.
@@ -193,7 +193,7 @@ def agree_on_call(
 
 def open_call(
     fence: Fence, label: str, entries: Sequence[Entry], failure: Exception | None, *, step: int = 0
-) -> tuple[MegabucketError | None, Sequence[Report]]:
+) -> tuple[MegabucketError | None, Sequence[RankReport]]:
     """Open a collective call together with all ranks of a fence.
 
     Returns the error that all ranks raise, and the reports of all ranks, if they have exchanged them.
@@ -224,7 +224,7 @@ def open_call(
     return error, reports
 
 
-def _told_in(fence: Fence, label: str, reports: Sequence[Report], failure: Exception | None) -> MegabucketError | None:
+def _told_in(fence: Fence, label: str, reports: Sequence[RankReport], failure: Exception | None) -> MegabucketError | None:
     """Return what the ranks of one group have found; the first rank with a finding tells it. Alike on all ranks."""
     kinds = {kind.__name__: kind for kind in _FOUND_TOGETHER}
     found = [(one.rank, kinds[problem.kind]) for one in reports for problem in one.problems if problem.kind in kinds]
@@ -236,7 +236,9 @@ def _told_in(fence: Fence, label: str, reports: Sequence[Report], failure: Excep
     return kind(**json.loads(texts[0]))
 
 
-def _agree_on_difference(fence: Fence, reports: Sequence[Report], lines: Sequence[str], *, label: str) -> LayoutMismatchError:
+def _agree_on_difference(
+    fence: Fence, reports: Sequence[RankReport], lines: Sequence[str], *, label: str
+) -> LayoutMismatchError:
     """Return the error about entries of a call that differ. One rank of each fingerprint sends its entries.
 
     Args:

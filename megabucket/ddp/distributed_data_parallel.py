@@ -24,7 +24,7 @@ from megabucket.comm.device import profiler_range
 from megabucket.config.ddp import DistributedDataParallelConfig, with_torch_arguments
 from megabucket.config.resolve import StepPolicy, overlap_obstacle, resolve_step
 from megabucket.ddp.backward import refuse_in_backward
-from megabucket.ddp.calls import Call
+from megabucket.ddp.calls import CollectiveCall
 from megabucket.ddp.groups import DENSE, ParallelGroups, communicator_for, discover, single
 from megabucket.ddp.replicas import (
     broadcast_replica,
@@ -394,7 +394,7 @@ class DistributedDataParallel(torch.nn.Module):
             self._broadcast_copies()
 
     @torch.no_grad()
-    def _broadcast(self, call: Call) -> None:
+    def _broadcast(self, call: CollectiveCall) -> None:
         self.finish_param_sync()
         flats = [(buffer.layout.key.group, buffer.param_data) for buffer in self.param_and_grad_buffers]
         is_alone = self.communicator.size == 1

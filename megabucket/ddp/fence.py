@@ -15,7 +15,7 @@ import torch
 
 from megabucket.comm import Communicator, Exchange, Gate
 from megabucket.config.resolve import StepPolicy
-from megabucket.ddp.report import RECORD_BYTES, Report, StepCounters, resolve_error
+from megabucket.ddp.report import RECORD_BYTES, RankReport, StepCounters, resolve_error
 from megabucket.errors import MegabucketError, PhaseError
 
 _LEAST_RECORD_BYTES: Final = 4_096  # with one name of each list every report fits
@@ -38,7 +38,7 @@ class Fence:
         self._gate = Gate(communicator, device=device) if communicator.size > 1 else None
         self._step_gate = self._gate if policy.has_fence else None  # at the end of a step
         self._record_bytes = max(_LEAST_RECORD_BYTES, min(RECORD_BYTES, _ALL_RECORDS_BYTES // communicator.size))
-        self._report: Report | None = None  # of the pending message
+        self._report: RankReport | None = None  # of the pending message
         self._is_nonfinite: torch.Tensor | None = None
         self._exchange: Exchange | None = None
         self.counters = StepCounters(communicator.rank, counts_skipped_forwards=policy.counts_skipped_forwards)
@@ -52,9 +52,9 @@ class Fence:
     def own_error(self, step: int) -> MegabucketError | None:
         """Return the error about the pending report of this rank; ``None`` if it has no problem."""
         report = self._pending()
-        return resolve_error(step, self.num_buckets, [Report.from_bytes(report.to_bytes(self._record_bytes))])
+        return resolve_error(step, self.num_buckets, [RankReport.from_bytes(report.to_bytes(self._record_bytes))])
 
-    def _pending(self) -> Report:
+    def _pending(self) -> RankReport:
         if self._report is None:
             raise PhaseError("there is no fence to wait for")
         return self._report
@@ -63,7 +63,7 @@ class Fence:
         """Return whether all ranks have reached the pending fence, without waiting."""
         return self._step_gate is None or self._step_gate.is_answered()
 
-    def send(self, report: Report, nonfinite: torch.Tensor | None = None) -> None:
+    def send(self, report: RankReport, nonfinite: torch.Tensor | None = None) -> None:
         """Send this rank's fingerprint and flags without waiting. A rank with a problem sends its report right after.
 
         Args:
@@ -81,7 +81,7 @@ class Fence:
             if report.problems:
                 self._start_exchange(report)
 
-    def take(self, name_culprits: Callable[[], object]) -> Sequence[Report]:
+    def take(self, name_culprits: Callable[[], object]) -> Sequence[RankReport]:
         """Wait for all ranks; return their reports if one has a problem, and nothing if the step is whole on all.
 
         Args:
@@ -108,7 +108,7 @@ class Fence:
     def _reads(self, is_nonfinite: torch.Tensor) -> bool:
         return bool(self.communicator.read(is_nonfinite, label="finite test"))
 
-    def _start_exchange(self, report: Report) -> Exchange:
+    def _start_exchange(self, report: RankReport) -> Exchange:
         if self._exchange is None:
             self._exchange = Exchange(
                 self.communicator,
@@ -120,17 +120,17 @@ class Fence:
         self._exchange.start()
         return self._exchange
 
-    def exchange_reports(self, report: Report) -> list[Report]:
+    def exchange_reports(self, report: RankReport) -> list[RankReport]:
         """Return the reports of all ranks, which all of them exchange now; this rank's own where there is no fence.
 
         Raises:
             MegabucketError: a rank was lost or interrupted.
         """
         if self._gate is None or (self._step_gate is None and report.ends_step):
-            return [Report.from_bytes(report.to_bytes())]
+            return [RankReport.from_bytes(report.to_bytes())]
         payloads = self._start_exchange(report).wait()
         self._exchange = None
-        return [Report.from_bytes(payload) for payload in payloads]
+        return [RankReport.from_bytes(payload) for payload in payloads]
 
     def compare(self, kind: int, fingerprint: int, *, has_problem: bool, label: str) -> tuple[bool, bool]:
         """Open a collective call: return whether it is the same call on all ranks, and whether one of them has a problem.

@@ -1,6 +1,6 @@
 """What a rank says about a step, and what all ranks conclude from it.
 
-``StepCounters`` counts what happens on this rank between two fences and makes its ``Report``. ``resolve_error`` builds the
+``StepCounters`` counts what happens on this rank between two fences and makes its ``RankReport``. ``resolve_error`` builds the
 error that all ranks raise from the reports of all: equal reports give equal errors. Does no communication.
 """
 
@@ -107,8 +107,8 @@ def texts_of(updates: Sequence[Hyperparameters]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """Report of one rank about a step or a collective call. Sent as JSON."""
+class RankReport:
+    """The report of one rank about a step or a collective call. Sent as JSON."""
 
     rank: int
     doing: str = END_OF_STEP
@@ -154,12 +154,12 @@ class Report:
         return payload
 
     @staticmethod
-    def from_bytes(payload: bytes) -> Report:
+    def from_bytes(payload: bytes) -> RankReport:
         """Return the report that ``to_bytes`` has written."""
         read = json.loads(payload).items()
         data: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in read}
         data["problems"] = tuple(Problem(kind, fields) for kind, fields in data["problems"])
-        return Report(**data)
+        return RankReport(**data)
 
 
 def _cut(value: Any, num_names: int) -> Any:
@@ -202,7 +202,7 @@ class StepCounters:
         self.hyperparameters: Hyperparameters = ()
         """Of the coming update; read when the optimizer commits."""
         self.grad_change = ""
-        """See ``Report``."""
+        """See ``RankReport``."""
         self.wants_stop = False
         """Whether this rank was asked to stop. Sent with every fence."""
         self.stop_is_wanted = False
@@ -303,7 +303,7 @@ class StepCounters:
         """Note why this rank skipped an update; an error names it if other ranks have made the update."""
         self._missed_update = cause
 
-    def report(self, *, is_committing: bool, force_all_reduce: bool, sent_buckets: bool) -> Report:
+    def report(self, *, is_committing: bool, force_all_reduce: bool, sent_buckets: bool) -> RankReport:
         """Return this rank's report about the step."""
         # Two optimizers may step in any order.
         updates = sorted(self._updates, key=str) if len(self._updates) > 1 else list(self._updates)
@@ -323,7 +323,7 @@ class StepCounters:
             "force_all_reduce": force_all_reduce,
             "sent_buckets": sent_buckets,
         }
-        return Report(
+        return RankReport(
             self._rank,
             problems=tuple(self.problems.values()),
             missed_update=self._missed_update,
@@ -331,9 +331,9 @@ class StepCounters:
             **compared,
         )
 
-    def call_report(self, label: str, problems: tuple[Problem, ...], fingerprint: int) -> Report:
+    def call_report(self, label: str, problems: tuple[Problem, ...], fingerprint: int) -> RankReport:
         """Return this rank's report about a collective call."""
-        return Report(
+        return RankReport(
             self._rank,
             label,
             problems=problems,
@@ -400,7 +400,7 @@ _FIRST_KINDS: Final = (
 )
 
 
-def resolve_error(step: int, num_buckets: int, reports: Sequence[Report]) -> MegabucketError | None:
+def resolve_error(step: int, num_buckets: int, reports: Sequence[RankReport]) -> MegabucketError | None:
     """Return the error for these reports, or ``None``.
 
     Of several problems it names the one that explains the others: a failed rank also has too few microbatches, a frozen
@@ -413,7 +413,7 @@ def resolve_error(step: int, num_buckets: int, reports: Sequence[Report]) -> Meg
     return next(_errors(step, num_buckets, reports), None)
 
 
-def _errors(step: int, num_buckets: int, reports: Sequence[Report]) -> Iterator[MegabucketError]:
+def _errors(step: int, num_buckets: int, reports: Sequence[RankReport]) -> Iterator[MegabucketError]:
     if any(report.sent_buckets for report in reports):
         # A rank in a call forgets its gradients when it drops the step of the others, so a missed update is final.
         yield from _updates_that_differ(step, reports)
@@ -431,13 +431,13 @@ def _errors(step: int, num_buckets: int, reports: Sequence[Report]) -> Iterator[
         yield errors.StepMismatchError(step=step, what="kept gradients or hyperparameters (checksums)", by_rank=by_rank)
 
 
-def all_have_left(reports: Sequence[Report]) -> bool:
+def all_have_left(reports: Sequence[RankReport]) -> bool:
     """Return whether all ranks have left the step after its forwards."""
     failures = [dict(problem.fields).get("cause") for report in reports for problem in report.problems]
     return failures == [CLEARED] * len(reports)
 
 
-def _updates_that_differ(step: int, reports: Sequence[Report]) -> Iterator[MegabucketError]:
+def _updates_that_differ(step: int, reports: Sequence[RankReport]) -> Iterator[MegabucketError]:
     if by_rank := _differing(reports, lambda report: report.num_updates):
         failures = _problems_of(reports, errors.PeerFailedError)
         causes = [f"rank {rank} failed in {fields['phase']}: {fields['cause']}" for rank, fields in failures]
@@ -448,7 +448,7 @@ def _updates_that_differ(step: int, reports: Sequence[Report]) -> Iterator[Megab
         )
 
 
-def _divergences(step: int, reports: Sequence[Report]) -> Iterator[MegabucketError]:
+def _divergences(step: int, reports: Sequence[RankReport]) -> Iterator[MegabucketError]:
     yield from _updates_that_differ(step, reports)
     if by_rank := _differing(reports, lambda report: report.num_loads):
         what = "loads of weights (load_state_dict(), by submodule) since the last agreement"
@@ -459,18 +459,18 @@ def _divergences(step: int, reports: Sequence[Report]) -> Iterator[MegabucketErr
             yield errors.ReplicasDivergedError(step=step, what=what, by_rank=values, usual_cause="hyperparameters")
 
 
-def _problems_of(reports: Sequence[Report], kind: type[MegabucketError]) -> list[tuple[int, Mapping[str, Any]]]:
+def _problems_of(reports: Sequence[RankReport], kind: type[MegabucketError]) -> list[tuple[int, Mapping[str, Any]]]:
     """Return the rank and the fields of each problem of one kind."""
     return [(one.rank, problem.fields) for one in reports for problem in one.problems if problem.kind == kind.__name__]
 
 
-def _problems(step: int, reports: Sequence[Report], kinds: Sequence[type[MegabucketError]]) -> Iterator[MegabucketError]:
+def _problems(step: int, reports: Sequence[RankReport], kinds: Sequence[type[MegabucketError]]) -> Iterator[MegabucketError]:
     for kind in kinds:
         for rank, fields in _problems_of(reports, kind):
             yield kind(step=step, rank=rank, **fields)  # type: ignore[call-arg]
 
 
-def _disagreements(step: int, reports: Sequence[Report]) -> Iterator[MegabucketError]:
+def _disagreements(step: int, reports: Sequence[RankReport]) -> Iterator[MegabucketError]:
     for name, kind, what in _COMPARED:
         values = [getattr(report, name) for report in reports]
         if name == "kept":
@@ -485,13 +485,13 @@ def _disagreements(step: int, reports: Sequence[Report]) -> Iterator[MegabucketE
         yield errors.HyperparameterMismatchError(step=step, what=name, by_rank=texts)
 
 
-def _differing(reports: Sequence[Report], value: Callable[[Report], int]) -> tuple[int, ...]:
+def _differing(reports: Sequence[RankReport], value: Callable[[RankReport], int]) -> tuple[int, ...]:
     """Return the values by rank if they differ, else nothing."""
     values = tuple(int(value(report)) for report in reports)
     return values if len(set(values)) > 1 else ()
 
 
-def _differing_hyperparameters(reports: Sequence[Report]) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _differing_hyperparameters(reports: Sequence[RankReport]) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Return the name of each number that differs, with its values by rank."""
     by_rank = [{text.rpartition("=")[0]: text.rpartition("=")[2] for text in report.hyperparameters} for report in reports]
     for name in dict.fromkeys(name for numbers in by_rank for name in numbers):
@@ -500,7 +500,7 @@ def _differing_hyperparameters(reports: Sequence[Report]) -> Iterator[tuple[str,
             yield name, values
 
 
-def _unused(step: int, num_buckets: int, reports: Sequence[Report]) -> Iterator[MegabucketError]:
+def _unused(step: int, num_buckets: int, reports: Sequence[RankReport]) -> Iterator[MegabucketError]:
     found = _problems_of(reports, errors.UnusedParameterError)
     names = [(rank, frozenset(fields["params"])) for rank, fields in found]
     for _, fields in found[:1]:

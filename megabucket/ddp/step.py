@@ -51,11 +51,11 @@ import torch
 from megabucket.buffer import GradPhase, _ParamAndGradBucketGroup
 from megabucket.config.resolve import StepPolicy
 from megabucket.ddp.backward import Backward, refuse_in_backward
-from megabucket.ddp.calls import Call, agree_on_call, making, making_several
+from megabucket.ddp.calls import CollectiveCall, agree_on_call, making, making_several
 from megabucket.ddp.fence import Fence
 from megabucket.ddp.groups import RankGroups
 from megabucket.ddp.module_watch import ModelWatch
-from megabucket.ddp.report import CLEARED, Report, all_have_left, describe, resolve_error
+from megabucket.ddp.report import CLEARED, RankReport, all_have_left, describe, resolve_error
 from megabucket.ddp.schedule import Schedule
 from megabucket.errors import (
     ForkedProcessError,
@@ -565,7 +565,7 @@ class GradSync:
         self._fence.send(self._report(is_committing=is_committing), is_nonfinite)
         self.enter(StepState.FENCED)
 
-    def _report(self, *, is_committing: bool = False) -> Report:
+    def _report(self, *, is_committing: bool = False) -> RankReport:
         return self.counters.report(
             is_committing=is_committing, force_all_reduce=self.force_all_reduce, sent_buckets=not self.is_reduced
         )
@@ -882,7 +882,7 @@ class GradSync:
 
     # Collective calls #
 
-    def call(self, label: str) -> AbstractContextManager[Call]:
+    def call(self, label: str) -> AbstractContextManager[CollectiveCall]:
         """Return a context for one collective call; see ``calls.making``."""
         return making(self, label)
 
@@ -890,7 +890,7 @@ class GradSync:
         """Return a context for several calls that belong together; see ``calls.making_several``."""
         return making_several(self, label)
 
-    def enter_call(self, label: str, call: Call, failure: Exception | None) -> StepState:
+    def enter_call(self, label: str, call: CollectiveCall, failure: Exception | None) -> StepState:
         """Enter a call together with all ranks. If some are at the end of a step, all of them drop it.
 
         Returns the state to go back to.

@@ -3,7 +3,7 @@
 ``run_doctor`` asks and answers; ``megabucket doctor`` prints the report. Training needs nothing from here.
 """
 
-from megabucket.doctor.report import Line, Report, Status
+from megabucket.doctor.report import DoctorReport, Line, Status
 from megabucket.doctor.run import run_doctor
 
-__all__ = ["Line", "Report", "Status", "run_doctor"]
+__all__ = ["DoctorReport", "Line", "Status", "run_doctor"]

@@ -84,7 +84,7 @@ def _odd_ones_out(values: Sequence[str]) -> set[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class DoctorReport:
     """All answers, the same on every rank."""
 
     backend: str

@@ -25,7 +25,7 @@ from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.doctor import questions
 from megabucket.doctor.gradients import gradients
 from megabucket.doctor.questions import Bench
-from megabucket.doctor.report import Fact, Question, Report, Status, line_of
+from megabucket.doctor.report import DoctorReport, Fact, Question, Status, line_of
 from megabucket.errors import CollectiveError, ConfigError
 
 _TIMEOUT_S: Final = 30.0
@@ -60,7 +60,7 @@ def run_doctor(
     communicator: Communicator | None = None,
     device: torch.device | None = None,
     note: Callable[[str], None] = lambda _: None,
-) -> Report:
+) -> DoctorReport:
     """Return how this back-end behaves and whether gradients through the configured path are right. Every rank calls it.
 
     Takes a few seconds. The questions use process groups that are made and destroyed here, so the given one stays as it was;
@@ -98,7 +98,7 @@ def run_doctor(
             lines.append(line_of(question, facts))
             if any(fact.answer.startswith(_REFUSED) for fact in facts):  # the bench may be spoiled
                 bench = stack.enter_context(_bench(Bench(real, device, config, group)))
-    return Report(backend, str(device), real.size, tuple(lines), wall_s=time.perf_counter() - start_s)
+    return DoctorReport(backend, str(device), real.size, tuple(lines), wall_s=time.perf_counter() - start_s)
 
 
 @contextmanager

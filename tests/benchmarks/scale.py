@@ -26,7 +26,7 @@ import torch
 import megabucket as mb
 from megabucket.ddp.fence import Fence
 from megabucket.ddp.hooks import grad_hooks
-from megabucket.ddp.report import Report
+from megabucket.ddp.report import RankReport
 from megabucket.errors import MegabucketError
 from megabucket.layout import ParamSpec, build_layout
 from megabucket.layout.segments import plan_segments
@@ -140,7 +140,7 @@ class Rank:
 def fence_us(rank: Rank, repeats: int) -> float:
     ddp = rank.ddp
     fence = Fence(rank.communicator, num_buckets=len(ddp.bucket_groups), policy=ddp.policy, device=torch.device("cpu"))
-    report = Report(rank=0)
+    report = RankReport(rank=0)
 
     def agree() -> None:
         fence.send(report)

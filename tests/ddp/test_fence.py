@@ -8,7 +8,7 @@ from megabucket.config import DistributedDataParallelConfig
 from megabucket.config.resolve import resolve_step
 from megabucket.ddp.calls import open_call
 from megabucket.ddp.fence import Fence
-from megabucket.ddp.report import Problem, Report
+from megabucket.ddp.report import Problem, RankReport
 from megabucket.errors import CallMismatchError, ConfigError, LayoutMismatchError, PeerFailedError, PhaseError
 from megabucket.planning.simulate import FENCE as PLANNED_FENCE
 from megabucket.testing import LoopbackWorld
@@ -34,13 +34,13 @@ def sent(fences, *changes, flags=None):
     """Send one fence on every rank, with its changes of the report."""
     for rank, (fence, change) in enumerate(zip(fences, changes, strict=True)):
         flag = flags[rank] if flags else None
-        fence.send(Report(rank, **change), flag)
+        fence.send(RankReport(rank, **change), flag)
 
 
 def taken(world, fences, *changes, flags=None):
     """The reports that each rank finds behind one fence."""
     sent(fences, *changes, flags=flags)
-    return world.run(lambda rank: fences[rank].take(lambda: Report(rank, **changes[rank])))
+    return world.run(lambda rank: fences[rank].take(lambda: RankReport(rank, **changes[rank])))
 
 
 def are_whole(*changes, flags=None):
@@ -54,7 +54,7 @@ class TestWhatHolds:
             world, fences = ranks_of(2)
             for rank, fence in enumerate(fences):
                 fence.counters.problems["nonfinite"] = NONFINITE
-                fence.send(Report(rank, problems=(NONFINITE,)))
+                fence.send(RankReport(rank, problems=(NONFINITE,)))
             reports = world.run(lambda rank: fences[rank].take(lambda: None))
 
         assert [len(each) for each in reports] == [2, 2]
@@ -149,7 +149,7 @@ class TestWhatIsSent:
     def test_sending_does_not_wait_and_says_that_the_rank_is_at_its_fence(self):
         world, fences = ranks_of(2)
 
-        fences[0].send(Report(0))
+        fences[0].send(RankReport(0))
 
         assert (world.schedule(0), world.schedule(1)) == ((FENCE,), ())
         assert fences[0].is_sent
@@ -161,7 +161,7 @@ class TestWhatIsSent:
 
         found = taken(world, fences, {"fingerprint": 0}, {"fingerprint": 1, "num_microbatches": 1})
 
-        assert found == [[Report(0), Report(1, fingerprint=1, num_microbatches=1)]] * 2
+        assert found == [[RankReport(0), RankReport(1, fingerprint=1, num_microbatches=1)]] * 2
         assert world.schedule(0) == world.schedule(1) == (FENCE, RECORDS)
         assert not any(fence.is_sent for fence in fences)
 
@@ -172,26 +172,26 @@ class TestWhatIsSent:
 
         reports = world.run(lambda rank: fences[rank].take(lambda: fences[rank].counters.problems.update(nonfinite=NONFINITE)))
 
-        assert reports == [[Report(0, **committing), Report(1, **committing, problems=(NONFINITE,))]] * 2
+        assert reports == [[RankReport(0, **committing), RankReport(1, **committing, problems=(NONFINITE,))]] * 2
 
     def test_a_rank_with_a_problem_sends_its_report_without_waiting_and_only_once(self):
         world, fences = ranks_of(2)
-        failed = Report(0, problems=(FAILED,))
+        failed = RankReport(0, problems=(FAILED,))
 
         fences[0].send(failed)
         schedule_at_once = world.schedule(0)
-        fences[1].send(Report(1))
-        reports = world.run(lambda rank: fences[rank].take(lambda: Report(rank)))
+        fences[1].send(RankReport(1))
+        reports = world.run(lambda rank: fences[rank].take(lambda: RankReport(rank)))
 
         assert schedule_at_once == (FENCE, RECORDS)
-        assert reports == [[failed, Report(1)]] * 2
+        assert reports == [[failed, RankReport(1)]] * 2
         assert world.schedule(0) == world.schedule(1) == (FENCE, RECORDS)
 
     def test_an_answer_that_nothing_was_sent_for_cannot_be_taken(self):
         _, (fence, _) = ranks_of(2)
 
         with pytest.raises(PhaseError, match=r"^there is no fence to wait for$"):
-            fence.take(lambda: Report(0))
+            fence.take(lambda: RankReport(0))
 
 
 class TestCalls:
@@ -277,8 +277,8 @@ class TestCalls:
         def play(rank):
             if rank == 0:
                 return open_call(fences[0], "check_replicas()", [], None)
-            fences[1].send(Report(1, sent_buckets=True))
-            return fences[1].take(lambda: Report(1))
+            fences[1].send(RankReport(1, sent_buckets=True))
+            return fences[1].take(lambda: RankReport(1))
 
         (error, seen), reports = world.run(play)
 
@@ -308,7 +308,7 @@ class TestWithoutOthers:
         communicator = Named()
         fence = fence_on(communicator)
 
-        fence.send(Report(0), torch.tensor(False))
+        fence.send(RankReport(0), torch.tensor(False))
         fence.take(lambda: None)
 
         assert communicator.names == ["finite test"]
@@ -323,16 +323,16 @@ class TestWithoutOthers:
             fence.send(report, flag)
             return fence.take(lambda: report)
 
-        assert reports_of(Report(0, num_microbatches=5)) == []
-        assert reports_of(Report(0), torch.tensor(False)) == []
-        assert reports_of(Report(0), torch.tensor(True)) == [Report(0)]
-        assert reports_of(Report(0, problems=(FAILED,))) == [Report(0, problems=(FAILED,))]
+        assert reports_of(RankReport(0, num_microbatches=5)) == []
+        assert reports_of(RankReport(0), torch.tensor(False)) == []
+        assert reports_of(RankReport(0), torch.tensor(True)) == [RankReport(0)]
+        assert reports_of(RankReport(0, problems=(FAILED,))) == [RankReport(0, problems=(FAILED,))]
         assert world.schedule(0) == ()
 
     def test_an_answer_is_taken_once(self):
         fence = fence_on(LocalCommunicator())
         fence.counters.wants_stop = True
-        fence.send(Report(0))
+        fence.send(RankReport(0))
         was_sent = fence.is_sent
         fence.take(lambda: None)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megabucket.ddp.report import Problem, Report, StepCounters, describe, step_number_of
+from megabucket.ddp.report import Problem, RankReport, StepCounters, describe, step_number_of
 from megabucket.errors import ConfigError
 
 HYPERPARAMETERS = (("lr of group 0", 0.25),)
@@ -51,7 +51,7 @@ class TestCounts:
     def test_a_rank_that_has_done_nothing_reports_nothing(self):
         report = report_of(counters(2))
 
-        expected = Report(2, fingerprint=NOTHING)
+        expected = RankReport(2, fingerprint=NOTHING)
         assert report == expected
         assert repr(report) == repr(expected)  # tells False from 0 and None
 
@@ -60,7 +60,7 @@ class TestCounts:
 
         report = report_of(counted, force_all_reduce=True, is_committing=True, sent_buckets=True)
 
-        assert report == Report(
+        assert report == RankReport(
             rank=2,
             sent_buckets=True,
             problems=tuple(counted.problems.values()),
@@ -87,7 +87,7 @@ class TestCounts:
 
         report = filled().call_report("wrap", **fields)
 
-        assert report == Report(2, "wrap", num_updates=5, missed_update="x", **fields)
+        assert report == RankReport(2, "wrap", num_updates=5, missed_update="x", **fields)
 
     def test_after_a_rebuild_settings_and_updates_are_those_of_before(self):
         old, rebuilt = filled(), counters(2)
@@ -99,7 +99,7 @@ class TestCounts:
 
         report = report_of(rebuilt)
         numbers = (*HYPERPARAMETERS, ("scale_gradients()", 0.5))
-        assert report == Report(
+        assert report == RankReport(
             2, fingerprint=report.fingerprint, step_number=10, num_updates=6, missed_update="x", hyperparameters=(numbers,)
         )
         assert (rebuilt.wants_stop, rebuilt.stop_is_wanted) == (True, True)
@@ -112,14 +112,14 @@ class TestCounts:
         numbers = {"step_number": 10, "num_skipped_forwards": 1}
         assert {name: getattr(report_of(counted), name) for name in numbers} == numbers
         assert report_of(counted, is_committing=True).hyperparameters == ((*HYPERPARAMETERS, ("scale_gradients()", 1.0)),)
-        assert repr(report_of(counted)) == repr(Report(2, fingerprint=report_of(counted).fingerprint, **numbers))
+        assert repr(report_of(counted)) == repr(RankReport(2, fingerprint=report_of(counted).fingerprint, **numbers))
 
     def test_after_a_dropped_step_only_the_step_number_is_left(self):
         counted = filled()
 
         counted.start_step(is_over=True)
 
-        assert repr(report_of(counted)) == repr(Report(2, step_number=10, fingerprint=report_of(counted).fingerprint))
+        assert repr(report_of(counted)) == repr(RankReport(2, step_number=10, fingerprint=report_of(counted).fingerprint))
 
     def test_what_was_found_about_forgotten_gradients_is_forgotten_with_them(self):
         counted = filled()
@@ -256,7 +256,7 @@ class TestFingerprint:
         counted.note_grad_scale(0.5)
         counted.note_update(HYPERPARAMETERS)
 
-        sent = Report.from_bytes(report_of(counted).to_bytes())
+        sent = RankReport.from_bytes(report_of(counted).to_bytes())
 
         assert sent.hyperparameters == (
             "lr of group 0 in update 0=0.25",

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabucket.ddp.report import RECORD_BYTES, Problem, Report
+from megabucket.ddp.report import RECORD_BYTES, Problem, RankReport
 
 FAILURE = Problem("PeerFailedError", {"phase": "forward", "cause": "ValueError: boom"})
-FULL = Report(
+FULL = RankReport(
     rank=3,
     doing="save_checkpoint()",
     sent_buckets=True,
@@ -37,7 +37,7 @@ counts = st.integers(-(2**62), 2**62)
 texts = st.text(max_size=30)
 names = st.lists(texts, max_size=4).map(tuple)
 reports = st.builds(
-    Report,
+    RankReport,
     rank=st.integers(0, 10**6),
     doing=texts,
     sent_buckets=st.booleans(),
@@ -60,16 +60,16 @@ reports = st.builds(
 
 
 def failed(cause):
-    return Report(0, problems=(Problem("PeerFailedError", {"phase": "forward", "cause": cause}),))
+    return RankReport(0, problems=(Problem("PeerFailedError", {"phase": "forward", "cause": cause}),))
 
 
 def unused(params):
-    return Report(0, problems=(Problem("UnusedParameterError", {"params": list(params), "bucket": 0}),))
+    return RankReport(0, problems=(Problem("UnusedParameterError", {"params": list(params), "bucket": 0}),))
 
 
 def sent(report):
     """The report as the others read it."""
-    return Report.from_bytes(report.to_bytes())
+    return RankReport.from_bytes(report.to_bytes())
 
 
 @given(report=reports)
@@ -77,7 +77,7 @@ def test_a_short_report_comes_back_as_it_was_sent(report):
     assert sent(report) == report
 
 
-@pytest.mark.parametrize("report", [FULL, Report(rank=0)], ids=["full", "empty"])
+@pytest.mark.parametrize("report", [FULL, RankReport(rank=0)], ids=["full", "empty"])
 def test_a_report_comes_back_with_every_field_of_its_type(report):
     again = sent(report)
 
@@ -87,7 +87,7 @@ def test_a_report_comes_back_with_every_field_of_its_type(report):
 
 def test_what_json_does_not_know_is_sent_as_text():
     """Whatever has got into it: the other ranks wait for this report."""
-    report = sent(Report(1, step_number=np.int64(5), num_loads=1 + 2j))
+    report = sent(RankReport(1, step_number=np.int64(5), num_loads=1 + 2j))
 
     assert (report.rank, report.step_number, report.num_loads) == (1, "5", "(1+2j)")
 
@@ -100,7 +100,7 @@ def test_the_record_is_json_without_spaces():
 
 
 def test_numbers_of_an_update_are_sent_as_texts():
-    report = sent(Report(1, hyperparameters=((("lr of group 0", 0.5), ("clip_grad", 1.0)),)))
+    report = sent(RankReport(1, hyperparameters=((("lr of group 0", 0.5), ("clip_grad", 1.0)),)))
 
     assert report.hyperparameters == ("lr of group 0=0.5", "clip_grad=1.0")
 
@@ -135,7 +135,7 @@ def test_a_text_is_cut_to_2000_characters():
 def test_a_text_that_takes_many_bytes_shrinks_until_the_report_fits():
     text = "\x00" * 100_000
 
-    again = sent(Report(0, problems=(Problem("PeerFailedError", {"phase": text, "cause": text}),)))
+    again = sent(RankReport(0, problems=(Problem("PeerFailedError", {"phase": text, "cause": text}),)))
 
     # Two texts of 6 bytes per character: 2,000 and 2,000 are too many, 16 * 64 fit.
     assert again.problems[0].fields == {"phase": "\x00" * 1_024, "cause": "\x00" * 1_024}
@@ -157,10 +157,10 @@ HOSTILE = ["\x00", '"', "\\", "\n", "é", "\N{GRINNING FACE}", "\ud800"]
 @pytest.mark.parametrize("char", HOSTILE, ids=[f"U+{ord(char):04X}" for char in HOSTILE])
 def test_hostile_names_and_texts_fit_the_record_and_come_back_from_their_beginning(char):
     long = tuple(char * 1_000 + str(index) for index in range(3_000))
-    report = Report(1, problems=(*failed(char * 10**6).problems, *unused(long).problems))
+    report = RankReport(1, problems=(*failed(char * 10**6).problems, *unused(long).problems))
 
     payload = report.to_bytes()
-    cause, params = (fields for _, fields in Report.from_bytes(payload).problems)
+    cause, params = (fields for _, fields in RankReport.from_bytes(payload).problems)
 
     assert len(payload) <= RECORD_BYTES
     assert (char * 10**6).startswith(cause["cause"])
@@ -172,7 +172,7 @@ def test_hostile_names_and_texts_fit_the_record_and_come_back_from_their_beginni
 def full_of(char):
     """Every fault at once, with long names and texts everywhere."""
     names, text = [char * 1_000 + str(index) for index in range(3_000)], char * 100_000
-    return Report(
+    return RankReport(
         1,
         problems=(
             Problem("PeerFailedError", {"phase": text, "cause": text}),
@@ -188,7 +188,7 @@ def full_of(char):
 @pytest.mark.parametrize("char", HOSTILE, ids=[f"U+{ord(char):04X}" for char in HOSTILE])
 def test_a_report_with_every_fault_and_hostile_names_everywhere_fits_the_record(char):
     payload = full_of(char).to_bytes()
-    again = Report.from_bytes(payload)
+    again = RankReport.from_bytes(payload)
 
     assert len(payload) <= RECORD_BYTES
     *shown, count = again.problems[1].fields["params"]
@@ -204,7 +204,7 @@ def test_a_report_with_every_fault_fits_the_smallest_record(char):
     payload = full_of(char).to_bytes(4_096)
 
     assert len(payload) <= 4_096
-    assert Report.from_bytes(payload).problems[3].fields["params"][-1] == "... 3000 in all"
+    assert RankReport.from_bytes(payload).problems[3].fields["params"][-1] == "... 3000 in all"
 
 
 def test_at_least_five_names_are_sent_and_as_much_of_them_as_fits():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megabucket.ddp.report import Problem, Report, resolve_error
+from megabucket.ddp.report import Problem, RankReport, resolve_error
 from megabucket.errors import (
     CallMismatchError,
     DetachedGradError,
@@ -47,7 +47,7 @@ def together(*changes):
 
 def reports_of(*changes):
     """One report per rank, each with its changes."""
-    return [Report(rank, **change) for rank, change in enumerate(changes)]
+    return [RankReport(rank, **change) for rank, change in enumerate(changes)]
 
 
 def error_of(reports):
@@ -288,7 +288,7 @@ def test_of_hyperparameters_the_first_that_differs_is_named_whatever_its_name():
 
 @pytest.mark.parametrize("other", ["save_checkpoint()", "wrap: parameters"])
 def test_ranks_in_different_calls_or_parts_of_one_are_named(other):
-    error = error_of([Report(0, other), Report(1, "wrap: config")])
+    error = error_of([RankReport(0, other), RankReport(1, "wrap: config")])
 
     assert said(error) == said(CallMismatchError(step=7, by_rank=(other, "wrap: config")))
 
@@ -307,7 +307,7 @@ def test_a_rank_that_does_not_come_to_update_is_named_for_that(change, kind):
 
 
 def test_a_rank_that_asked_nobody_has_an_error_of_its_own():
-    error = error_of([Report(2, num_microbatches=3, **UNUSED)])
+    error = error_of([RankReport(2, num_microbatches=3, **UNUSED)])
 
     assert said(error) == said(
         UnusedParameterError(step=7, ranks=(2,), params=("c", "d"), bucket=3, num_buckets=4, num_ranks=1)

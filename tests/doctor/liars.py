@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from megabucket.comm import AllGather, AllReduce, Batch, Broadcast, Call, Communicator, Handle, ReduceOp, ReduceScatter
-from megabucket.doctor import Report, run_doctor
+from megabucket.doctor import DoctorReport, run_doctor
 from megabucket.testing import LoopbackWorld
 from megabucket.trace.recorder import CollectiveRecord
 
@@ -150,7 +150,7 @@ class Garbler(Around):
         return _Spoiled(handle, batch, lambda call: call.full.fill_(7)) if record.label == "doctor facts" else handle
 
 
-def examine(size: int, wrap: Callable[[Communicator], Communicator], config=None) -> Report:
+def examine(size: int, wrap: Callable[[Communicator], Communicator], config=None) -> DoctorReport:
     """Return the report of a loopback world, which is the same on every rank."""
     world = LoopbackWorld(size, timeout_s=60)
     reports = world.run(lambda rank: run_doctor(config, communicator=wrap(world.communicator(rank))))
@@ -158,6 +158,6 @@ def examine(size: int, wrap: Callable[[Communicator], Communicator], config=None
     return reports[0]
 
 
-def line(report: Report, question: str):
+def line(report: DoctorReport, question: str):
     """Return the line of one question."""
     return next(line for line in report.lines if line.question == question)

@@ -1,6 +1,6 @@
 """The report as data and as one sentence."""
 
-from megabucket.doctor import Line, Report, Status
+from megabucket.doctor import DoctorReport, Line, Status
 
 
 def a_line(question="question", *, status=Status.HOLDS, answer="yes", ranks=()):
@@ -8,7 +8,7 @@ def a_line(question="question", *, status=Status.HOLDS, answer="yes", ranks=()):
 
 
 def a_report(*lines):
-    return Report(backend="gloo", device="cpu", num_ranks=2, lines=lines, wall_s=1.5)
+    return DoctorReport(backend="gloo", device="cpu", num_ranks=2, lines=lines, wall_s=1.5)
 
 
 def test_the_json_form_holds_everything():

@@ -11,13 +11,13 @@ from megabucket.buffer import GradPhase, ParamPhase, WithheldGrad, _ParamAndGrad
 from megabucket.buffer.bucket_group import Readiness
 from megabucket.buffer.finite import FiniteTest, NonFiniteParam
 from megabucket.buffer.grad_slot import GradSlot, GradState
-from megabucket.comm.exchange import Answer, Gate
+from megabucket.comm.exchange import Gate, GateResult
 from megabucket.ddp import backward, report, step
 from megabucket.ddp.fence import Fence
 from megabucket.ddp.module_watch import ModelWatch
 from megabucket.ddp.optimizer_guard import PlainOptimizerGuard
 from megabucket.ddp.param_gather import ParamGather
-from megabucket.ddp.report import Report, StepCounters
+from megabucket.ddp.report import RankReport, StepCounters
 from megabucket.ddp.schedule import Schedule
 from megabucket.ddp.step import GradSync, StepState
 from megabucket.errors import MegabucketError
@@ -260,7 +260,7 @@ def fence_compares_nothing(patch):
 
     def take(self):
         answer = original(self)
-        return Answer(True, answer.flag, answer.is_nonfinite)
+        return GateResult(True, answer.flag, answer.is_nonfinite)
 
     patch.setattr(Gate, "take", take)
 
@@ -277,7 +277,7 @@ def largest_not_compared_with_smallest(patch):
         self._handle.wait()
         numbers = self._vector.tolist()
         self._handle = None
-        return Answer(numbers[0] == -numbers[1] and numbers[2] == self.own, numbers[4], bool(numbers[5]))
+        return GateResult(numbers[0] == -numbers[1] and numbers[2] == self.own, numbers[4], bool(numbers[5]))
 
     patch.setattr(Gate, "send", send)
     patch.setattr(Gate, "take", take)
@@ -300,7 +300,7 @@ def reports_guessed(patch):
     original = Fence.exchange_reports
 
     def exchange_reports(self, report):
-        own = Report.from_bytes(report.to_bytes())
+        own = RankReport.from_bytes(report.to_bytes())
         return [replace(own, rank=rank) for rank in range(len(original(self, report)))]
 
     patch.setattr(Fence, "exchange_reports", exchange_reports)

@@ -10,7 +10,7 @@ import megabucket as mb
 from megabucket.comm import AllGather, AllReduce, Broadcast, ReduceOp, ReduceScatter, exchange
 from megabucket.config.resolve import resolve_step
 from megabucket.ddp.fence import Fence
-from megabucket.ddp.report import Problem, Report
+from megabucket.ddp.report import Problem, RankReport
 from megabucket.errors import LayoutMismatchError, MegabucketError, PeerFailedError, ReplicasDivergedError, UnusedParameterError
 from megabucket.testing import ListRecorder, LoopbackWorld
 from megabucket.testing.loopback import MismatchedCollectiveError
@@ -120,7 +120,7 @@ def test_a_failed_step_sends_shorter_reports_where_there_are_more_ranks(size, re
     fence = Fence(OneOfMany(size=size, recorder=recorder), num_buckets=1, policy=policy, device=CPU)
     names = [f"layers.{index}.weight" for index in range(3_000)]
 
-    fence.send(Report(0, problems=(Problem("UnusedParameterError", {"params": names, "bucket": 0}),)))
+    fence.send(RankReport(0, problems=(Problem("UnusedParameterError", {"params": names, "bucket": 0}),)))
     fence.take(list)
 
     report = recorder.collectives[-1]

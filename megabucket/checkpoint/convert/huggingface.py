@@ -21,7 +21,7 @@ from megabucket.checkpoint.capture import Prefix, values_of_state
 from megabucket.checkpoint.file_system import check_regular
 from megabucket.checkpoint.format import Piece, Snapshot
 from megabucket.checkpoint.ranks import AloneRanks
-from megabucket.checkpoint.restore import Staging, source_of
+from megabucket.checkpoint.restore import PendingLoad, source_of
 from megabucket.checkpoint.save import SaveSettings, save_snapshot
 from megabucket.checkpoint.stored import Stored
 from megabucket.errors import ConfigError
@@ -67,7 +67,7 @@ def export_weights(
         names = [f"model-{index + 1:05d}-of-{len(files):05d}.safetensors" for index in range(len(files))]
     total_bytes = 0
     for name, chosen in zip(names, files, strict=True):
-        staging = Staging(stored)
+        staging = PendingLoad(stored)
         tensors = {}
         for weight, wanted in chosen.items():
             like = torch.empty(stored.tensors[f"{Prefix.MODEL}{weight}"].shape, dtype=wanted, device="cpu")
