@@ -81,7 +81,7 @@ class SameHostCommunicator(ForwardingCommunicator):
             batch.plan = _Copies(tuple(batch), self._memory, self._sockets, rank=self.rank, size=self.size)
         copies = batch.plan
         if not isinstance(copies, _Copies):
-            return super()._handle(batch, record, is_kept=is_kept)
+            return self.handle_on_inner(batch, label=record.label, is_kept=is_kept)
         return WorkHandle(self._link, None, copies.plan, record, run=copies.run)
 
     def close(self) -> None:
