@@ -13,6 +13,7 @@ import torch
 from loop_ranks import Ranks, Weights, grads
 
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megabucket.comm import Communicator
 from megabucket.errors import (
     AlreadyWrappedError,
     ConfigError,
@@ -195,14 +196,14 @@ class TestAgreement:
 
     def test_a_rank_whose_memory_does_not_suffice_keeps_nobody_waiting(self, monkeypatch):
         models = [Weights("ab"), Weights("ab")]
-        make = torch.full
+        make = Communicator.allocate
 
         def make_where_there_is_room(*args, **kwargs):
             if threading.current_thread().name == "loopback-rank-0":
                 raise torch.OutOfMemoryError("no room for 1024 bytes")
             return make(*args, **kwargs)
 
-        monkeypatch.setattr(torch, "full", make_where_there_is_room)  # what buffers are made with
+        monkeypatch.setattr(Communicator, "allocate", make_where_there_is_room)  # what buffers are made with
         error = self.refusals(models)
 
         assert isinstance(error, PeerFailedError)
