@@ -91,6 +91,7 @@ AGREED: Final = (StepState.PUBLISHED, StepState.COMMITTED)
 _BEFORE_THE_FENCE: Final = frozenset({StepState.IDLE, StepState.OPEN, StepState.LAUNCHING, *AGREED})
 """States in which this rank may still give up its step, or make a call, to which it returns."""
 _ASIDE: Final = frozenset({StepState.GIVING_UP, StepState.CALL})
+"""States that may be entered from all of these."""
 
 _TRANSITIONS: Final[Mapping[StepState, frozenset[StepState]]] = MappingProxyType(
     {
@@ -146,8 +147,8 @@ class GradSync:
         self._watch = watch
         self._backward_hooks = backward_hooks
         self._communicator = self.ranks.step
-        self._device = groups[0].buckets[0].grad_data.device
-        self._fence = Fence(self._communicator, num_buckets=len(groups), policy=policy, device=self._device)
+        device = groups[0].buckets[0].grad_data.device
+        self._fence = Fence(self._communicator, num_buckets=len(groups), policy=policy, device=device)
         self.counters = self._fence.counters
         """The contents of this rank's next report."""
         self._schedule = Schedule(groups, self._communicator, self.counters)
