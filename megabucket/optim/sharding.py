@@ -1,7 +1,8 @@
 """How flat shards take the place of whole parameters in the groups of an optimizer, and give it back.
 
-Wrapping an optimizer shards it; a rebuild restores whole parameters and shards them again for the new buffers. In between the
-torch optimizer is a plain one over whole parameters: a failure loses nothing.
+``GroupMembers`` knows which parameters are in which group, also while shards replace them. ``Sharding`` switches: wrapping an
+optimizer shards it; a rebuild restores whole parameters and shards them again for the new buffers. In between the torch
+optimizer is a plain one over whole parameters: a failure loses nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter
@@ -22,12 +23,11 @@ from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.groups import copies_key
 from megabucket.ddp.replicas import checksum
 from megabucket.ddp.report import Entry, read_hyperparameters, texts_of
-from megabucket.errors import CheckpointUnavailableError, PhaseError, name_list
+from megabucket.errors import CheckpointUnavailableError, OptimizerParametersError, PhaseError, name_list
 from megabucket.layout.identity import by_place
 from megabucket.layout.segments import plan_segments
 from megabucket.optim.elementwise import check_elementwise
 from megabucket.optim.kernels import find_kernels
-from megabucket.optim.members import GroupMembers, tensors_in
 from megabucket.optim.norm import check_norm_settings
 from megabucket.optim.shards import MAIN, MainShard, Placeholder, StatePiece, Unscale
 from megabucket.optim.state_dict import (
@@ -45,6 +45,115 @@ from megabucket.optim.state_dict import (
 _params: Final = itemgetter("params")
 _grad: Final = attrgetter("grad")
 _WITHHELD: Final = frozenset({WithheldGrad, type(None)})
+_NOT_IN_WRAPPER: Final = (
+    "the optimizer has parameters that the wrapper does not hold, so their gradients are never reduced",
+    "Build the optimizer over the wrapped parameters; before ddp.rebuild(), put new ones into the module or out of the group.",
+)
+_IN_NO_GROUP: Final = (
+    "trainable parameters of the wrapper are in no group of the optimizer and would never be updated",
+    (
+        "Add them with optimizer.add_param_group(), also those of another optimizer, or freeze them with requires_grad_(False) "
+        "before wrapping or ddp.rebuild()."
+    ),
+)
+
+
+class GroupMembers:
+    """The parameters of each group of one optimizer, in the caller's order.
+
+    The groups hold the parameters or stand-ins for them; ``replace`` and ``restore`` switch.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._replaced: list[list[torch.nn.Parameter]] = []  # by group; none while groups hold the parameters
+        self._stand_ins: set[torch.nn.Parameter] = set()
+        self._once_in_module: set[torch.nn.Parameter] = set()
+
+    def by_group(self) -> list[list[torch.nn.Parameter]]:
+        """Return the parameters by group; parameters added since the last ``replace`` come last."""
+        members = [list(group) for group in self._replaced]
+        for index, group in enumerate(self._optimizer.param_groups):
+            if index == len(members):
+                members.append([])
+            known = set(members[index])
+            members[index] += [tensor for tensor in group["params"] if tensor not in self._stand_ins and tensor not in known]
+        return members
+
+    def waiting(self) -> list[torch.nn.Parameter]:
+        """Return added trainable parameters without a shard."""
+        in_groups = list(_tensors_in(self._optimizer))
+        if len(in_groups) == len(self._stand_ins):
+            return []  # the usual case costs nothing
+        return [tensor for tensor in in_groups if tensor not in self._stand_ins and tensor.requires_grad]
+
+    def add_group(self, group: dict[str, object]) -> None:
+        """Add a group to the optimizer; its parameters get shards at the next sharding.
+
+        Raises:
+            OptimizerParametersError: some of its parameters are in a group already.
+        """
+        before = {tensor for members in self.by_group() for tensor in members}
+        self._optimizer.add_param_group(group)
+        added = self._optimizer.param_groups[-1]["params"]
+        twice = [f"parameter {index}, shape {tuple(tensor.shape)}" for index, tensor in enumerate(added) if tensor in before]
+        if twice:
+            del self._optimizer.param_groups[-1]
+            raise OptimizerParametersError(
+                problem="the added group has parameters that are in a group already, frozen ones included",
+                params=twice,
+                remedy="Leave them out; ddp.rebuild() alone shards parameters that were unfrozen.",
+            )
+
+    def replace(self, stand_ins: Sequence[tuple[int, torch.nn.Parameter]], params: Collection[torch.nn.Parameter]) -> None:
+        """Put stand-ins, given with their group's index, into the groups. Drop members that have left the module.
+
+        Args:
+            params: all parameters of the module, frozen ones included.
+        """
+        self._replaced = [[tensor for tensor in group if not self._has_left(tensor, params)] for group in self.by_group()]
+        self._once_in_module = {tensor for group in self._replaced for tensor in group if tensor in params}
+        self._stand_ins = {tensor for _, tensor in stand_ins}
+        for index, group in enumerate(self._optimizer.param_groups):
+            group["params"][:] = [tensor for group_index, tensor in stand_ins if group_index == index]
+
+    def restore(self) -> None:
+        """Put the parameters back into the groups."""
+        members = self.by_group()
+        self._replaced, self._stand_ins = [], set()
+        for group, of_group in zip(self._optimizer.param_groups, members, strict=True):
+            group["params"][:] = of_group
+
+    def _has_left(self, tensor: torch.nn.Parameter, params: Collection[torch.nn.Parameter]) -> bool:
+        return tensor in self._once_in_module and tensor not in params
+
+    def by_name(self, ddp: DistributedDataParallel) -> dict[str, int]:
+        """Return the group of each parameter in the buffers of the wrapper.
+
+        Raises:
+            OptimizerParametersError: groups and wrapper do not hold the same trainable parameters, each once.
+        """
+        names, params = ddp.param_names, set(ddp.module.parameters())
+        group_of: dict[str, int] = {}
+        foreign, twice = [], []
+        for index, group in enumerate(self.by_group()):
+            for position, tensor in enumerate(group):
+                name = names.get(tensor)
+                if name in group_of:
+                    twice.append(name)
+                elif name is not None:
+                    group_of[name] = index
+                elif tensor.requires_grad and not self._has_left(tensor, params):
+                    foreign.append(f"group {index}, parameter {position}, shape {tuple(tensor.shape)}")
+        left_out = [name for name in names.values() if name not in group_of]
+        for wrong, problem, remedy in (
+            (foreign, *_NOT_IN_WRAPPER),
+            (twice, "the optimizer has the same parameter twice", "Put each parameter into one group."),
+            (left_out, *_IN_NO_GROUP),
+        ):
+            if wrong:
+                raise OptimizerParametersError(problem=problem, params=wrong, remedy=remedy)
+        return group_of
 
 
 class _Cut(NamedTuple):
@@ -441,6 +550,10 @@ def _checksums(whole: WholeState, names: Mapping[torch.nn.Parameter, str]) -> di
     return found
 
 
+def _tensors_in(optimizer: torch.optim.Optimizer) -> Iterable[torch.nn.Parameter]:
+    return chain.from_iterable(map(_params, optimizer.param_groups))
+
+
 def _refuse_shards(reference: weakref.ref[Sharding], held: torch.optim.Optimizer, method: str) -> None:
     """Refuse to save or load flat shards as the state of a model. Shells over whole parameters share the hook."""
     sharding = reference()
@@ -460,6 +573,6 @@ def _refuse_copies(sharding: weakref.ref[Sharding], of: weakref.ref[torch.optim.
 
 def _refuse_withheld_grads(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Refuse a step outside ``DistributedOptimizer.step()`` before it begins and changes weights or step counts."""
-    for param in tensors_in(optimizer):
+    for param in _tensors_in(optimizer):
         if isinstance(param.grad, WithheldGrad):
             param.grad.refuse(f"{type(optimizer).__name__}.step()")
