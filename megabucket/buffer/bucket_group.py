@@ -322,7 +322,7 @@ class _ParamAndGradBucketGroup:
         slot.store_delayed()
         self.delayed[position] += 1
 
-    def note_delayed(self, num_backwards: int) -> None:
+    def update_completeness(self, num_backwards: int) -> None:
         """Note whether the group is complete, after the last backward: delayed gradients are not counted as ready."""
         self.is_complete = self.readiness.num_incomplete == len(self.delayed) and all(
             count == num_backwards for count in self.delayed.values()

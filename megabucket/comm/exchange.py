@@ -17,6 +17,7 @@ from megabucket.errors import CollectiveError
 from megabucket.units import FENCE_BYTES
 
 _LENGTH_BYTES: Final = 8
+_NONFINITE: Final = 5  # place of the number that is set if a gradient is not finite
 _MOST_BYTES: Final = 1 << 30
 """Limit per rank and exchange. No message of this package is longer."""
 
@@ -73,7 +74,7 @@ class Gate:
             message = self._accelerator.pinned(message.shape, message.dtype).copy_(message)
         self._vector.copy_(message, non_blocking=True)
         if nonfinite is not None:
-            self._vector[5].logical_or_(nonfinite)
+            self._vector[_NONFINITE].logical_or_(nonfinite)
         self._handle = self._control.handle(self._batch, label=label)
         self._handle.start()
 

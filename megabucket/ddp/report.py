@@ -40,10 +40,12 @@ Entry = tuple[object, ...]
 
 
 class Problem(NamedTuple):
-    """A problem on one rank: the name of its error class, and the error's fields except step and rank."""
+    """A problem on one rank. Of several problems ``resolve_error`` names the one that explains the others."""
 
     kind: str
+    """The name of its error class."""
     fields: dict[str, Any]
+    """Those of the error, except step and rank."""
 
 
 # Hyperparameters #
@@ -208,7 +210,7 @@ class StepCounters:
         self.stop_is_wanted = False
         """Whether any rank was asked to stop, as of the last fence."""
         self.problems: dict[str, Problem] = {}
-        """By kind."""
+        """One for each cause: failure, change, unused, nonfinite, late, delayed."""
 
     def continue_from(self, other: StepCounters) -> None:
         """Take over the state that survives a rebuild: the user's settings, and updates for the next report."""

@@ -46,7 +46,7 @@ class Schedule:
     def launch_delayed(self) -> None:
         """Launch groups that a delayed gradient has completed, and withhold their gradients. No backward is running."""
         for group in self.delayed:
-            group.note_delayed(self._counters.num_microbatches)
+            group.update_completeness(self._counters.num_microbatches)
         first = self._num_launched
         self.launch_complete()
         for group in self._groups[first : self._num_launched]:
@@ -97,7 +97,7 @@ class Schedule:
     def _find_nonfinite(self, tests: Sequence[tuple[int, FiniteTest]]) -> dict[str, Any]:
         return find_nonfinite(tests, self._communicator, num_buckets=len(self._groups))
 
-    def note_delayed(self) -> None:
+    def check_delayed(self) -> None:
         """Note parameters with fewer or more delayed gradients than backwards."""
         expected = self._counters.num_microbatches
         for group in self.delayed:

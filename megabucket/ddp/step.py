@@ -88,7 +88,7 @@ class StepState(enum.Enum):
 
 AGREED: Final = (StepState.PUBLISHED, StepState.COMMITTED)
 """States in which all ranks are whole and the buckets hold reduced gradients."""
-_BEFORE_THE_FENCE: Final = frozenset({StepState.IDLE, StepState.OPEN, StepState.LAUNCHING, *AGREED})
+_MAY_STEP_ASIDE: Final = frozenset({StepState.IDLE, StepState.OPEN, StepState.LAUNCHING, *AGREED})
 """States in which this rank may still give up its step, or make a call, to which it returns."""
 _ASIDE: Final = frozenset({StepState.GIVING_UP, StepState.CALL})
 """States that may be entered from all of these."""
@@ -102,7 +102,7 @@ _TRANSITIONS: Final[Mapping[StepState, frozenset[StepState]]] = MappingProxyType
         StepState.PUBLISHED: _ASIDE | {StepState.IDLE, StepState.OPEN, StepState.COMMITTED},
         StepState.COMMITTED: _ASIDE | {StepState.IDLE, StepState.OPEN, StepState.PUBLISHED, StepState.FENCED},
         StepState.GIVING_UP: frozenset({StepState.IDLE}),
-        StepState.CALL: _BEFORE_THE_FENCE,
+        StepState.CALL: _MAY_STEP_ASIDE,
         StepState.BROKEN: frozenset(),
     }
 )
@@ -163,7 +163,8 @@ class GradSync:
         self.dropped: MegabucketError | None = None
         """The error of a step whose gradients were not cleared since: no optimizer may step on them."""
         self.skip_reason = ""
-        """Why no optimizer steps on the gradients of this step (``nonfinite_gradients="skip_step"``); otherwise empty."""
+        """Why no rank updates with the gradients of this step: they are not finite, a loss scaler has found that they are not,
+        or the step of another wrapper of a chain is skipped. Otherwise empty. Others set it by ``skip_update``."""
         self.force_all_reduce = False
         """Whether to gather whole gradients although the distributed optimizer is on."""
         self.updates_jointly = policy.is_sharded
@@ -559,7 +560,7 @@ class GradSync:
         if self._watch is not None and (change := self._watch.find_change()) is not None:
             self.counters.problems["change"] = change
         if self._schedule.delayed:
-            self._schedule.note_delayed()
+            self._schedule.check_delayed()
         self.enter(StepState.LAUNCHING)
         self._schedule.launch_rest()
         is_nonfinite = self._schedule.note_missing(unused_counts=unused_counts)
@@ -684,7 +685,7 @@ class GradSync:
         self.pause()
 
     def reset(self) -> None:
-        """Start a step: forget all gradients. A reduction that has begun is completed before.
+        """Start a step: forget all gradients. A reduction that has begun is completed before: the rest of it is launched.
 
         Raises:
             StepMismatchError: this rank drops a step that other ranks take.

@@ -270,7 +270,7 @@ class TestDelayed:
             only.grad(name, 1)
         for _ in range(num_delayed):
             only.delayed("a", 1)
-        only.group.note_delayed(num_backwards)
+        only.group.update_completeness(num_backwards)
 
         assert only.group.is_complete is is_complete
 
@@ -279,7 +279,7 @@ class TestDelayed:
         only.grad("b", 1)
         only.delayed("a", 1)
 
-        only.group.note_delayed(1)
+        only.group.update_completeness(1)
 
         assert not only.group.is_complete
 
