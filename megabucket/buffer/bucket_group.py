@@ -138,7 +138,7 @@ class Staging(list[torch.Tensor]):
     def make_hook(self, receive: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
         """Return a parameter hook that stages the gradient while there is room, and otherwise calls ``receive``.
 
-        It is the only Python code for most small gradients, so it makes as few calls as possible.
+        It is the only Python code for most small gradients.
         """
 
         def stage(param: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ class FollowsBackward(Protocol):
     """The step that a backward belongs to."""
 
     backward: Backward | None
-    """The one that it follows; only one at a time."""
+    """The backward that the step follows; only one at a time."""
 
     def end_backward(self, backward: Backward) -> None:
         """Go on after a successful backward. An error leaves ``backward()``."""
@@ -61,6 +61,10 @@ class Backward:
         """Return whether it has failed without notice, because an interrupt or its thread prevented that."""
         return self.has_failed or (torch._C._current_graph_task_id() < 0 and threading.current_thread() is self._thread)
 
+    def is_this(self) -> bool:
+        """Return whether the caller runs in it."""
+        return torch._C._current_graph_task_id() == self.id
+
     def check_is_this(self, *, rank: int) -> None:
         """Refuse another backward that runs in the meantime.
 
@@ -70,7 +74,7 @@ class Backward:
         Raises:
             ConcurrentBackwardError: the caller is in another one.
         """
-        if torch._C._current_graph_task_id() != self.id:
+        if not self.is_this():
             thread = threading.current_thread()
             raise ConcurrentBackwardError(rank=rank, thread=thread.name, other_thread=self._thread.name)
 

@@ -2,7 +2,7 @@
 
 A call opens with the message of the fence, so ranks in different calls, or in a call and a step, see alike that they differ.
 Then the entries that must be equal are compared: over all ranks, or inside each reduction group. What happens to an open step
-meanwhile is the step's to decide (``InterruptedStep``); before there is one, ``calling`` opens a call.
+meanwhile is the step's to decide (``CallingStep``); before there is one, ``calling`` opens a call.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def opening(agree: Callable[[CollectiveCall, Exception | None], None]) -> Iterat
         call.open()
 
 
-class InterruptedStep(Protocol):
+class CallingStep(Protocol):
     """The step of a wrapper, as its calls see it."""
 
     num_calls: int
@@ -96,7 +96,7 @@ class InterruptedStep(Protocol):
 
 
 @contextmanager
-def making(step: InterruptedStep, label: str) -> Iterator[CollectiveCall]:
+def making(step: CallingStep, label: str) -> Iterator[CollectiveCall]:
     """Make a collective call: the block prepares this rank's side, opens the call, and exchanges.
 
     An exception before ``open`` fails the call on all ranks, which go on. One after it, even an interrupt, breaks the wrapper
@@ -123,14 +123,15 @@ def making(step: InterruptedStep, label: str) -> Iterator[CollectiveCall]:
     try:
         with opening(agree) as call:
             yield call
-        step.leave_call(before)
+        if before is not None:
+            step.leave_call(before)
     except BaseException as error:
         step.fail_in_call(label, error)
         raise
 
 
 @contextmanager
-def making_several(step: InterruptedStep, label: str) -> Iterator[None]:
+def making_several(step: CallingStep, label: str) -> Iterator[None]:
     """Make several collective calls, each of which goes on from what the ones before have changed on all ranks.
 
     Errors that all ranks find alike leave the block. Any other exception after the first call has begun, even an interrupt,
@@ -163,9 +164,12 @@ def calling(label: str, ranks: RankGroups, device: torch.device) -> AbstractCont
 def agree_on_call(
     label: str, call: CollectiveCall, failure: Exception | None, *, ranks: RankGroups, fence: Fence, step: int = 0
 ) -> tuple[MegabucketError | None, Sequence[RankReport]]:
-    """Open a call on all ranks of a wrapper, and compare its entries inside each group.
+    """Open a call on all ranks of a wrapper, and compare its entries inside each group. Result and errors: see ``open_call``.
 
-    Arguments and result: see ``open_call``.
+    Args:
+        call: prepared by this rank.
+        failure: why this rank cannot make it.
+        step: for error texts.
     """
     by_group = call.by_group
     if ranks.has_same_params:
@@ -202,6 +206,10 @@ def open_call(
         label: of the call; the part before a colon names it in errors.
         entries: must be equal on all ranks.
         failure: why this rank cannot continue.
+        step: for error texts.
+
+    Raises:
+        MegabucketError: a rank was lost or interrupted.
     """
     text = "" if failure is None else f"{type(failure).__name__}: {failure}"
     fingerprint = fingerprint_of(text, list(entries))

@@ -133,11 +133,14 @@ class Fence:
         return [RankReport.from_bytes(payload) for payload in payloads]
 
     def compare(self, kind: int, fingerprint: int, *, has_problem: bool, label: str) -> tuple[bool, bool]:
-        """Open a collective call: return whether it is the same call on all ranks, and whether one of them has a problem.
+        """Open a collective call: return whether call and fingerprint are the same on all ranks, and whether one has a problem.
 
         Args:
             kind: of the call, above 1.
             fingerprint: of what must be equal on all ranks.
+
+        Raises:
+            MegabucketError: a rank was lost or interrupted.
         """
         if self._gate is None:
             return True, has_problem

@@ -1,4 +1,4 @@
-"""Watches the steps of plain torch optimizers on the parameters of a wrapper, and counts them for the fence."""
+"""Watches the steps of plain torch optimizers on the parameters of a wrapper, and checks the learning rates of all optimizers."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class PlainOptimizerGuard:
                 )
 
     def _check_is_reduced(self, *, has_grads: bool, is_stale: bool) -> None:
-        """Refuse a step on gradients that were not reduced.
+        """Refuse a step on gradients that were not reduced. If only zeros of this rank are missing, finish the reduction.
 
         Args:
             has_grads: whether the optimizer would find any.

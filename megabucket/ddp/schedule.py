@@ -38,19 +38,22 @@ class Schedule:
 
     # Launches #
 
-    def launch_complete(self) -> None:
-        """Launch complete groups. Strictly in order, in whatever order gradients arrive: all ranks must launch alike."""
+    def launch_complete(self, *, withholds: bool = False) -> None:
+        """Launch complete groups. Strictly in order, in whatever order gradients arrive: all ranks must launch alike.
+
+        Args:
+            withholds: whether to withhold their gradients at once, because no backward is running.
+        """
         while self._num_launched < len(self._groups) and self._groups[self._num_launched].is_complete:
             self._launch_next()
+            if withholds:
+                self._groups[self._num_launched - 1].withhold_grads()
 
     def launch_delayed(self) -> None:
-        """Launch groups that a delayed gradient has completed, and withhold their gradients. No backward is running."""
+        """Launch groups that a delayed gradient has completed. No backward is running."""
         for group in self.delayed:
             group.update_completeness(self._counters.num_microbatches)
-        first = self._num_launched
-        self.launch_complete()
-        for group in self._groups[first : self._num_launched]:
-            group.withhold_grads()
+        self.launch_complete(withholds=True)
 
     def launch_rest(self) -> None:
         """Launch all groups that were not launched yet, complete or not."""
@@ -67,7 +70,7 @@ class Schedule:
 
     # What they have found #
 
-    def note_missing(self, *, unused_counts: bool) -> torch.Tensor | None:
+    def check_launched(self, *, unused_counts: bool) -> torch.Tensor | None:
         """Note parameters without a gradient, when all groups are launched.
 
         Returns a 0D flag on the device, set if a gradient is not finite; ``None`` if the host knows already.

@@ -7,14 +7,15 @@
     OPEN      -> LAUNCHING  the same; may stay here between backward and step()
     OPEN      -> IDLE       cleared before anything was sent
     LAUNCHING -> FENCED     the last bucket and the fence are sent
-    FENCED    -> PUBLISHED  all ranks are whole and the buckets are reduced; each rank updates by itself
+    FENCED    -> PUBLISHED  all ranks are whole and the buckets are reduced (an overflow of the sum is found here); each rank
+                            updates by itself
     FENCED    -> COMMITTED  the same, where an update needs collectives: all ranks make it, or none
     FENCED    -> IDLE       a rank has a problem: buckets reduced and forgotten, the same error on all ranks; or all ranks have
                             cleared their gradients
     PUBLISHED -> OPEN       the next step begins, perhaps on gradients that were kept
     PUBLISHED -> IDLE       cleared
     PUBLISHED -> COMMITTED  an optimizer was made whose update needs collectives
-    COMMITTED -> PUBLISHED  one was made whose update needs none
+    COMMITTED -> PUBLISHED  an optimizer was made whose update needs none
     COMMITTED -> IDLE       updated and the gather sent; or cleared
     COMMITTED -> OPEN       the next step begins on gradients that were not cleared
     COMMITTED -> FENCED     a second vote: explicit finish and then step() or zero_grad(); before any joint update or change
@@ -175,7 +176,7 @@ class GradSync:
         self.num_calls = 0
         """Number of collective calls that were entered."""
         self.backward: Backward | None = None
-        """The one that is running through the module."""
+        """The backward that is running through the module, if there is one."""
 
     def continue_from(self, other: GradSync) -> None:
         """Take over the state that survives a rebuild."""
@@ -326,7 +327,9 @@ class GradSync:
         self.settle()
         self._begin("backward")
         self.dropped = None
-        backward = self.backward = Backward(self)
+        backward = self.backward
+        if backward is None or not backward.is_this():  # the hooks of a device and of the host run in two threads
+            backward = self.backward = Backward(self)
         if self.state is StepState.LAUNCHING:  # the last microbatch runs several backwards
             for group in self.groups:
                 group.show_withheld()
@@ -519,14 +522,15 @@ class GradSync:
             MegabucketError: the step is not whole on some rank. All ranks raise the same error, the gradients are forgotten,
                 and the next step may run.
         """
-        is_always = self.force_all_reduce
-        self.force_all_reduce = is_always or force_all_reduce
+        before = self.force_all_reduce
+        self.force_all_reduce = before or force_all_reduce
         try:
             with self.failing_on_all_ranks("the gradient sync"):
                 for _ in self.agree(is_committing=is_committing):
                     pass
         finally:
-            self.force_all_reduce = is_always
+            if force_all_reduce:
+                self.force_all_reduce = before
 
     def agree(self, *, is_committing: bool = False) -> Iterator[_ParamAndGradBucketGroup]:
         """Finish as ``finish`` does, and yield each group once it is reduced, after all ranks have agreed.
@@ -563,7 +567,7 @@ class GradSync:
             self._schedule.check_delayed()
         self.enter(StepState.LAUNCHING)
         self._schedule.launch_rest()
-        is_nonfinite = self._schedule.note_missing(unused_counts=unused_counts)
+        is_nonfinite = self._schedule.check_launched(unused_counts=unused_counts)
         self._fence.send(self._report(is_committing=is_committing), is_nonfinite)
         self.enter(StepState.FENCED)
 
@@ -665,10 +669,10 @@ class GradSync:
         self.skip_reason = self.skip_reason or reason
 
     def expect_updates(self, *, jointly: bool) -> None:
-        """Note whether the update of the wrapper's optimizer needs collectives."""
-        self.updates_jointly = jointly
-        if self.state in AGREED:  # the optimizer was made after the gradient sync
-            self.enter(StepState.COMMITTED if jointly else StepState.PUBLISHED)
+        """Note whether the update of the wrapper's optimizer needs collectives. It may be made after the gradient sync."""
+        agreed = StepState.COMMITTED if jointly else StepState.PUBLISHED
+        # In one statement: after an interrupt both are set or neither is.
+        self.updates_jointly, self.state = jointly, agreed if self.state in AGREED else self.state
 
     def vote_again(self) -> None:
         """Agree once more before a collective on reduced gradients: the caller's own code has run since the last fence.
@@ -726,7 +730,8 @@ class GradSync:
             MegabucketError: the wrapper is broken; or a forward or backward failed inside a ``step()`` block, and the caller
                 caught the exception there.
         """
-        if self.backward is not None and self.backward.is_gone():
+        backward = self.backward  # once: its destructor may run in another thread
+        if backward is not None and backward.is_gone():
             self.abandon_backward()
         if self.state in REPORTED or (self.state is StepState.LAUNCHING and self._fence.is_sent):
             # A second interrupt arrived before the first was reported.

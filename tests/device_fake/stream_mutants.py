@@ -156,16 +156,16 @@ def delayed_gradients_are_not_noted(patch):
 
 def finite_tests_are_not_followed(patch):
     """The fence does not wait for the streams of finite tests."""
-    original, follow = Schedule.note_missing, GradStreams.follow
+    original, follow = Schedule.check_launched, GradStreams.follow
 
-    def note_missing(self, **named):
+    def check_launched(self, **named):
         GradStreams.follow = nothing
         try:
             return original(self, **named)
         finally:
             GradStreams.follow = follow
 
-    patch.setattr(Schedule, "note_missing", note_missing)
+    patch.setattr(Schedule, "check_launched", check_launched)
 
 
 def scaled_behind_the_launch(patch):
