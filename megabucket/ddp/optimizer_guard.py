@@ -1,4 +1,4 @@
-"""Watches the steps of plain torch optimizers on the parameters of a wrapper, and checks the learning rates of all optimizers."""
+"""Watches the steps of plain torch optimizers on the parameters of a wrapper. Checks the learning rates of every optimizer."""
 
 from __future__ import annotations
 

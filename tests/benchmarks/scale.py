@@ -19,6 +19,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -114,14 +115,14 @@ class Rank:
         times = [time.process_time()]
         for (_, param), grad in zip(self.hooks, self.grads, strict=True):
             param.grad = grad
-        self.ddp.sync._backward.running, self.ddp.sync._is_taking = self, False  # as at the first hook of a backward
+        self.ddp.sync.backward = SimpleNamespace(is_taking=False)  # as at the first hook of a backward
         self.recorder.launches.clear()
         times[0] = time.process_time()
         with torch.no_grad():  # as autograd has it
             for hook, param in self.hooks:
                 hook(param)
         times.append(time.process_time())
-        self.ddp.sync._backward.running = None
+        self.ddp.sync.backward = None
         self.ddp.finish_grad_sync()
         times.append(time.process_time())
         self.optimizer.step()
