@@ -161,8 +161,8 @@ class ParamAndGradBuffer:
 
 def _allocated(communicator: Communicator, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     memory = communicator.allocate(numel, dtype, device)
-    found = (memory.shape, memory.dtype, memory.device.type)
-    if found != ((numel,), dtype, device.type) or not memory.is_contiguous():
+    found = (memory.shape, memory.dtype, memory.device)
+    if found != ((numel,), dtype, device) or not memory.is_contiguous():
         raise ConfigError(
             f"{type(communicator).__name__}.allocate({numel}, {dtype}, {device}) has returned a tensor of shape "
             f"{tuple(memory.shape)}, {memory.dtype}, on {memory.device}: parameters or gradients would not fit. It must return "

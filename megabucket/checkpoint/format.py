@@ -205,7 +205,7 @@ class StoredTensor:
     dtype: str
     shape: Dims
     blocks: tuple[StoredBlock, ...]
-    group: str = "dense"
+    group: str
 
     def infos(self, name: str) -> list[TensorInfo]:
         """Return the description of each block."""

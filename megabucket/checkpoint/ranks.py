@@ -14,8 +14,8 @@ from megabucket.errors import CheckpointError, MegabucketError
 _Result = TypeVar("_Result")
 
 
-class WritingRanks(Protocol):
-    """The ranks that write one checkpoint together."""
+class CheckpointRanks(Protocol):
+    """The ranks that write or load one checkpoint together."""
 
     rank: int
     size: int
@@ -66,11 +66,11 @@ class GroupRanks:
             return exchange(self._communicator, payload, device=self._device, label=label)
 
 
-def gather_results(ranks: WritingRanks, place: str, act: Callable[[], Any]) -> list[Any]:
+def gather_results(ranks: CheckpointRanks, place: str, act: Callable[[], Any]) -> list[Any]:
     """Call ``act``, which is not collective, and return its results on all ranks; plain values only.
 
     Args:
-        place: as for ``WritingRanks.exchange``.
+        place: as for ``CheckpointRanks.exchange``.
 
     Raises:
         MegabucketError: it has failed on some rank; as ``together``.
@@ -99,11 +99,11 @@ def gather_results(ranks: WritingRanks, place: str, act: Callable[[], Any]) -> l
     return [other["result"] for other in reports]
 
 
-def together(ranks: WritingRanks, place: str, act: Callable[[], _Result]) -> _Result:
+def together(ranks: CheckpointRanks, place: str, act: Callable[[], _Result]) -> _Result:
     """Call ``act``, which is not collective, and return its result when it has succeeded on every rank.
 
     Args:
-        place: as for ``WritingRanks.exchange``.
+        place: as for ``CheckpointRanks.exchange``.
 
     Raises:
         MegabucketError: the error of the first rank that has failed, with the same text on every rank. An error of another kind

@@ -134,14 +134,14 @@ def restore(stored: Stored, parts: TrainingParts, *, cast: bool = False, with_rn
         CheckpointError: something else failed on some rank.
     """
     ranks = GroupRanks(parts.ddp, "loading a checkpoint")
-    names, staging = GlobalNames(parts.ddp), PendingLoad(stored)
+    names, pending = GlobalNames(parts.ddp), PendingLoad(stored)
     model = WholeModel.of(gather_results(ranks, "model", lambda: model_summary(parts, names, "loading a checkpoint")))
     together(ranks, "differences", lambda: _refuse(stored, _mismatches(stored, parts, names, model, cast=cast)))
-    found = together(ranks, "values", lambda: _read(staging, parts, names, with_rng=with_rng))
+    found = together(ranks, "values", lambda: _read(pending, parts, names, with_rng=with_rng))
     touched: list[tuple[Restore, Any]] = []
 
     def set_states() -> None:
-        for set_state, before, state in staging.states:
+        for set_state, before, state in pending.states:
             touched.append((set_state, before))
             set_state(state)
 
@@ -149,10 +149,10 @@ def restore(stored: Stored, parts: TrainingParts, *, cast: bool = False, with_rn
         together(ranks, "states", set_states)
         with parts.ddp.sync.call("loading a checkpoint: writing") as call, torch.no_grad():
             call.open()
-            for target, values in staging.copies:
+            for target, values in pending.copies:
                 target.copy_(values)
             parts.ddp.note_written()
-            for act in staging.finish:
+            for act in pending.finish:
                 act()
     except BaseException:
         for set_state, before in reversed(touched):
@@ -167,31 +167,31 @@ def _refuse(stored: Stored, problems: list[str]) -> None:
         raise CheckpointMismatchError(path=str(stored.path), problems=problems)
 
 
-def _read(staging: PendingLoad, parts: TrainingParts, names: GlobalNames, *, with_rng: bool) -> LoadedCheckpoint:
+def _read(pending: PendingLoad, parts: TrainingParts, names: GlobalNames, *, with_rng: bool) -> LoadedCheckpoint:
     """Read everything that this rank needs, beside the run."""
-    stored, ranks = staging.stored, names.ranks
+    stored, ranks = pending.stored, names.ranks
     values: Any = stored.values
-    _stage_model(staging, parts.ddp, names)
+    _stage_model(pending, parts.ddp, names)
     states: list[tuple[Restore, Any, Any]] = [
         (module.set_extra_state, module.get_extra_state(), values["module_extra_state"][name])
         for name, module in names.stateful.items()
     ]
     if parts.optimizer is not None:
-        optimizer_staging = _OptimizerStaging.of(staging, parts.optimizer, names)
+        optimizer_load = _OptimizerLoad.of(pending, parts.optimizer, names)
         if isinstance(parts.optimizer, DistributedOptimizer):
-            optimizer_staging.into_shards(parts.optimizer)
+            optimizer_load.into_shards(parts.optimizer)
         else:
-            optimizer_staging.into_plain(parts.optimizer)
+            optimizer_load.into_plain(parts.optimizer)
         states += [(of.load_state_dict, of.state_dict(), values["stateful"][name]) for name, of in parts.stateful.items()]
     for set_state, before, value in states:
-        staging.states.append((set_state, copy.deepcopy(before), decode(value, staging.want_stored)))
+        pending.states.append((set_state, copy.deepcopy(before), decode(value, pending.want_stored)))
     has_rng = with_rng and parts.optimizer is not None and values["rng_ranks"] == ranks.size
     if has_rng:
         device, prefix = parts.ddp.param_and_grad_buffers[0].param_data.device, f"{Prefix.RNG}{ranks.rank}."
-        rng = {name.removeprefix(prefix): staging.want_stored(name) for name in stored.tensors if name.startswith(prefix)}
-        staging.states.append((partial(restore_rng, device=device), capture_rng(device), rng))
-    position, extras = (decode(values[key], staging.want_stored) for key in ("data_position", "extras"))
-    staging.read()
+        rng = {name.removeprefix(prefix): pending.want_stored(name) for name in stored.tensors if name.startswith(prefix)}
+        pending.states.append((partial(restore_rng, device=device), capture_rng(device), rng))
+    position, extras = (decode(values[key], pending.want_stored) for key in ("data_position", "extras"))
+    pending.read()
     return LoadedCheckpoint(str(stored.path), stored.step, stored.world_size, position, extras, has_rng)
 
 
@@ -328,24 +328,24 @@ def _source_of_buffer(stored: Stored, names: GlobalNames, name: str) -> str:
     return local if is_own else f"{Prefix.MODEL}{name}"
 
 
-def _stage_model(staging: PendingLoad, ddp: DistributedDataParallel, names: GlobalNames) -> None:
+def _stage_model(pending: PendingLoad, ddp: DistributedDataParallel, names: GlobalNames) -> None:
     """Request all weights and module buffers."""
     sharded = set(ddp.param_names) if ddp.ddp_config.use_distributed_optimizer else set()
     for buffer in ddp.param_and_grad_buffers if sharded else ():
-        _stage_param_shards(staging, ddp, names, buffer)
+        _stage_param_shards(pending, ddp, names, buffer)
     for param, own in names.identities.items():
         if not param.is_meta and param not in sharded:
-            source = source_of(staging.stored.tensors, own.global_name, param.dtype)
-            staging.copies.append((param.detach(), staging.want_like(source, param, identity=own)))
+            source = source_of(pending.stored.tensors, own.global_name, param.dtype)
+            pending.copies.append((param.detach(), pending.want_like(source, param, identity=own)))
     for name, running in names.buffers.items():
-        source = _source_of_buffer(staging.stored, names, name)
-        staging.copies.append((running.detach(), staging.want_like(source, running)))
+        source = _source_of_buffer(pending.stored, names, name)
+        pending.copies.append((running.detach(), pending.want_like(source, running)))
     if sharded:
-        staging.finish.append(lambda: _gather(ddp))
+        pending.finish.append(lambda: _gather(ddp))
 
 
 def _stage_param_shards(
-    staging: PendingLoad, ddp: DistributedDataParallel, names: GlobalNames, buffer: ParamAndGradBuffer
+    pending: PendingLoad, ddp: DistributedDataParallel, names: GlobalNames, buffer: ParamAndGradBuffer
 ) -> None:
     layout = buffer.layout
     rank = ddp.ranks.by_name[layout.key.group].communicator.rank
@@ -355,10 +355,10 @@ def _stage_param_shards(
         values = target.clone()  # with the padding, which stays
         for piece in shard_slices(layout, bucket=bucket.index, rank=rank):
             identity = names.of(piece.param)
-            source = source_of(staging.stored.tensors, identity.global_name, values.dtype)
+            source = source_of(pending.stored.tensors, identity.global_name, values.dtype)
             own = values[piece.in_shard.start : piece.in_shard.stop]
-            staging.want(source, buffer.params[piece.param], piece.in_param.start, own, identity)
-        staging.copies.append((target, values))
+            pending.want(source, buffer.params[piece.param], piece.in_param.start, own, identity)
+        pending.copies.append((target, values))
 
 
 def _gather(ddp: DistributedDataParallel) -> None:
@@ -435,7 +435,7 @@ class StoredOptimizer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _OptimizerStaging:
+class _OptimizerLoad:
     """Requests the state of an optimizer.
 
     Args:
@@ -443,22 +443,22 @@ class _OptimizerStaging:
         groups: the hyperparameters of each group, as they will be.
     """
 
-    staging: PendingLoad
+    pending: PendingLoad
     names: GlobalNames
     there: StoredOptimizer
     groups: list[dict[str, Any]]
 
     @classmethod
-    def of(cls, staging: PendingLoad, optimizer: torch.optim.Optimizer, names: GlobalNames) -> _OptimizerStaging:
+    def of(cls, pending: PendingLoad, optimizer: torch.optim.Optimizer, names: GlobalNames) -> _OptimizerLoad:
         """Prepare to request the state, and decode the hyperparameters of the checkpoint."""
-        there = StoredOptimizer.of(staging.stored)
+        there = StoredOptimizer.of(pending.stored)
         assert there is not None  # noqa: S101 - else the checkpoint was refused
         groups = []
         for own, of_group in zip(optimizer.param_groups, there.groups, strict=True):
-            hyperparameters = {key: decode(value, staging.want_stored) for key, value in of_group["hyperparameters"].items()}
+            hyperparameters = {key: decode(value, pending.want_stored) for key, value in of_group["hyperparameters"].items()}
             # One that the checkpoint lacks, an option of a later torch, say, stays.
             groups.append({key: value for key, value in {**own, **hyperparameters}.items() if key != "params"})
-        return cls(staging, names, there, groups)
+        return cls(pending, names, there, groups)
 
     def into_plain(self, optimizer: torch.optim.Optimizer) -> None:
         """Request all state of an optimizer over whole parameters."""
@@ -476,7 +476,7 @@ class _OptimizerStaging:
             optimizer.state.update(state)
             set_groups(optimizer, self.groups)
 
-        self.staging.finish.append(finish)
+        self.pending.finish.append(finish)
 
     def into_shards(self, optimizer: DistributedOptimizer) -> None:
         """Request the state of this rank's shards, and of parameters without a shard."""
@@ -486,11 +486,11 @@ class _OptimizerStaging:
             for param, name in optimizer.ddp.param_names.items()
         }
         state = {shard: self._shard(shard) for shard in sharding.plan_load(signature_of)}
-        self.staging.finish.append(partial(sharding.take_loaded, state, self.groups, self._others(optimizer)))
+        self.pending.finish.append(partial(sharding.take_loaded, state, self.groups, self._others(optimizer)))
 
     def _shard(self, shard: MainShard) -> dict[str, Any]:
         """Request one shard's main values and state; return the state."""
-        staging, group = self.staging, self.groups[shard.segment.group]
+        pending, group = self.pending, self.groups[shard.segment.group]
         first = self.names.of(shard.segment.params[0]).global_name
         state: dict[str, Any] = {}
         flats: dict[str, torch.Tensor] = {}
@@ -503,15 +503,15 @@ class _OptimizerStaging:
         for piece in shard.pieces({**flats, **shard.own_values}):  # the gaps between them stay zero
             own = self.names.of(piece.param)
             if piece.key is MAIN:
-                name = source_of(staging.stored.tensors, own.global_name, piece.values.dtype)
+                name = source_of(pending.stored.tensors, own.global_name, piece.values.dtype)
             else:
                 name = state_name(own.global_name, piece.key)
-            staging.want(name, piece.like, piece.in_param.start, piece.values, own)
+            pending.want(name, piece.like, piece.in_param.start, piece.values, own)
         return state
 
     def _others(self, optimizer: DistributedOptimizer) -> WholeState:
         """Request the state of parameters without a shard: frozen ones, which may be unfrozen later."""
-        there, tensors = self.there, self.staging.stored.tensors
+        there, tensors = self.there, self.pending.stored.tensors
         values: dict[torch.Tensor, dict[str, Any]] = {}
         mains: dict[torch.Tensor, torch.Tensor] = {}
         dtypes: dict[torch.Tensor, torch.dtype] = {}
@@ -525,24 +525,24 @@ class _OptimizerStaging:
                 dtypes[param] = dtype
                 values[param] = self._whole(param, dtype, group)
             if f"{Prefix.MAIN}{name}" in tensors and dtype != param.dtype:
-                mains[param] = self.staging.want_like(f"{Prefix.MAIN}{name}", param, dtype, self.names.identities[param])
+                mains[param] = self.pending.want_like(f"{Prefix.MAIN}{name}", param, dtype, self.names.identities[param])
         return WholeState(values, mains, dtypes)
 
     def _whole(self, param: torch.Tensor, dtype: torch.dtype, group: Mapping[str, Any]) -> dict[str, Any]:
         """Request the state of one whole parameter and return it."""
-        staging, own = self.staging, self.names.identities[param]
+        pending, own = self.pending, self.names.identities[param]
         state: dict[str, Any] = {}
         for entry in self.there.state[own.global_name]:
             name = state_name(own.global_name, entry.key)
             value: Any
             if entry.kind == "elements":
-                value = staging.want_like(name, param, self.there.dtype_of(own.global_name, entry, dtype), own)
+                value = pending.want_like(name, param, self.there.dtype_of(own.global_name, entry, dtype), own)
             elif entry.kind == "other":
-                stored = staging.want_stored(name)
+                stored = pending.want_stored(name)
                 value = torch.empty_like(stored, device=param.device)
-                staging.copies.append((value, stored))
+                pending.copies.append((value, stored))
             elif entry.kind == "plain":
-                value = decode(json.loads(entry.number[1]), staging.want_stored)
+                value = decode(json.loads(entry.number[1]), pending.want_stored)
             else:
                 value = _number(entry, param.device, group)
             state[entry.key] = value

@@ -48,7 +48,7 @@ from megabucket.checkpoint.format import (
     encode_manifest,
     json_text,
 )
-from megabucket.checkpoint.ranks import WritingRanks, gather_results
+from megabucket.checkpoint.ranks import CheckpointRanks, gather_results
 from megabucket.errors import CheckpointNotSavedError, MegabucketError
 from megabucket.units import MIB
 
@@ -84,7 +84,7 @@ class SaveSettings:
 
 
 def save_snapshot(
-    root: Path | str, step: int, snapshot: Snapshot, ranks: WritingRanks, settings: SaveSettings | None = None
+    root: Path | str, step: int, snapshot: Snapshot, ranks: CheckpointRanks, settings: SaveSettings | None = None
 ) -> Path:
     """Save the snapshots of all ranks, and return the directory; a collective.
 
@@ -101,7 +101,7 @@ def save_snapshot(
 class Save:
     """One save: ``run`` does all of it, ``works`` lets another thread do the parts that are not collective."""
 
-    def __init__(self, root: Path, step: int, ranks: WritingRanks, settings: SaveSettings) -> None:
+    def __init__(self, root: Path, step: int, ranks: CheckpointRanks, settings: SaveSettings) -> None:
         self._root, self._step, self._ranks, self._settings = root, step, ranks, settings
         self._root_directory = RootDirectory(root, settings.file_system)
         self._lock: FileIO | None = None
@@ -258,7 +258,9 @@ class BackgroundWriter:
         when_busy: ``save`` waits for a save that is still being written, or skips this one.
     """
 
-    def __init__(self, root: Path | str, ranks: WritingRanks, settings: SaveSettings, *, when_busy: WhenBusy = "wait") -> None:
+    def __init__(
+        self, root: Path | str, ranks: CheckpointRanks, settings: SaveSettings, *, when_busy: WhenBusy = "wait"
+    ) -> None:
         if when_busy not in {"wait", "skip"}:
             raise ValueError(f"when_busy is {when_busy!r}, and can be 'wait' or 'skip'")
         self._root, self._ranks, self._settings, self._when_busy = Path(root), ranks, settings, when_busy
@@ -383,7 +385,7 @@ class Content:
             return list(pool.map(write, self.files))
 
 
-def content_of(snapshot: Snapshot, ranks: WritingRanks, max_file_bytes: int) -> Content:
+def content_of(snapshot: Snapshot, ranks: CheckpointRanks, max_file_bytes: int) -> Content:
     """Return the files that this rank writes for its snapshot.
 
     Raises:

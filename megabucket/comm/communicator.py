@@ -161,11 +161,11 @@ class Recorders:
         self.on_moment: Callable[[str, Moment], None] | None = None
         """Callback of the wrapper for the moments of each launch; called only if there are recorders."""
 
-    def add(self, recorders: Sequence[Recorder], *, on_moment: Callable[[str, Moment], None] | None) -> None:
+    def activate(self, recorders: Sequence[Recorder], *, on_moment: Callable[[str, Moment], None] | None) -> None:
         """Add the recorders of a wrapper. They replace those of an earlier one."""
         self.active, self.on_moment = (*self.given, *recorders), on_moment
 
-    def remove(self, recorders: Sequence[Recorder]) -> None:
+    def deactivate(self, recorders: Sequence[Recorder]) -> None:
         """Remove the recorders of a wrapper, unless those of a later one have replaced them."""
         if any(recorder in self.active for recorder in recorders):
             self.active, self.on_moment = self.given, None
@@ -236,14 +236,15 @@ class Communicator(ABC):
 
     Args:
         recorder: receives launches and phases.
+        state: of this rank, if other communicators share it; it has the recorders then.
     """
 
-    def __init__(self, *, rank: int, size: int, recorder: Recorder | None = None) -> None:
+    def __init__(self, *, rank: int, size: int, recorder: Recorder | None = None, state: RankState | None = None) -> None:
         self.rank = rank
         self.size = size
         self.members: Sequence[int] = range(size)
         """The global ranks, in order."""
-        self.state = RankState(recorder)
+        self.state = RankState(recorder) if state is None else state
         """Shared with ``control``, and with the other communicators of a wrapper."""
         self.progress, self.recorders = self.state.progress, self.state.recorders
         self.launches = LaunchCount()
@@ -259,17 +260,6 @@ class Communicator(ABC):
     def control(self, control: Communicator) -> None:
         self._control = None if control is self else control
 
-    def share(self, state: RankState) -> None:
-        """Take over the state of a rank: work on this communicator and its control channel counts as work of that wrapper."""
-        self.state, self.progress, self.recorders = state, state.progress, state.recorders
-        if self._control is not None:
-            self._control.share(state)
-
-    @property
-    def num_launched(self) -> int:
-        """Batches of collectives so far, on both channels."""
-        return self.launches.last
-
     def number_of(self, rank: int) -> int:
         """Return the number of a rank of this group in errors: its place among all ranks of the wrapper."""
         return self.state.ranks.number_of(self.members[rank], rank)
@@ -277,8 +267,9 @@ class Communicator(ABC):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory for a buffer of parameters or gradients: 1D, contiguous, not initialized.
 
-        The place for a pool, for symmetric or registered memory. A wrapper calls it for each buffer when it wraps and rebuilds,
-        on all ranks in one order, and drops its references at ``detach()``.
+        The place for a pool, for symmetric or registered memory. Nothing else may use the memory. A wrapper calls this for each
+        buffer when it wraps and rebuilds, on all ranks in one order. It drops its references at ``detach()``; an optimizer over
+        its shards keeps its own.
         """
         return torch.empty(numel, dtype=dtype, device=device)
 
@@ -452,8 +443,8 @@ class _TwoLevelHandle(Handle):
 class LocalCommunicator(Communicator):
     """The communicator of a process that trains alone: the same code path without communication."""
 
-    def __init__(self) -> None:
-        super().__init__(rank=0, size=1)
+    def __init__(self, state: RankState | None = None) -> None:
+        super().__init__(rank=0, size=1, state=state)
 
     def _handle(self, batch: Batch, record: CollectiveRecord, *, is_kept: bool) -> Handle:  # noqa: ARG002 - the port's
         raise InvariantError(f"{record.label}: a single rank launches no collectives, got {len(batch)} calls")
@@ -470,16 +461,10 @@ class ForwardingCommunicator(Communicator):
     """
 
     def __init__(self, inner: Communicator) -> None:
-        super().__init__(rank=inner.rank, size=inner.size)
+        super().__init__(rank=inner.rank, size=inner.size, state=inner.state)
         self.inner = inner
         """The wrapped communicator."""
         self.members, self.launches, self.control = inner.members, inner.launches, inner.control
-        super().share(inner.state)
-
-    def share(self, state: RankState) -> None:
-        """Take over the state of a rank, together with the inner communicator."""
-        super().share(state)
-        self.inner.share(state)
 
     def handle_on_inner(self, calls: Sequence[Call], *, label: str, is_kept: bool) -> Handle:
         """Return a launch of calls on the inner communicator that has not started. Errors: as ``handle``.

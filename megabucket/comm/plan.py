@@ -46,13 +46,13 @@ class Plan:
     the process ("terminate called without an active exception"). See docs/decisions/gloo.md.
 
     Args:
-        is_gloo: whether works behave like gloo's: C++ threads hold their tensors, and a wait may time out without harm.
+        waits_like_gloo: whether works behave like gloo's: C++ threads hold their tensors, and a wait may time out without harm.
         is_kept: whether the batch, and with it the tensors, outlives the launch.
     """
 
-    def __init__(self, *, rank: int, size: int, is_gloo: bool, is_kept: bool) -> None:
+    def __init__(self, *, rank: int, size: int, waits_like_gloo: bool, is_kept: bool) -> None:
         self._rank, self._size = rank, size
-        self.is_gloo, self.is_kept = is_gloo, is_kept
+        self.waits_like_gloo, self.is_kept = waits_like_gloo, is_kept
         self.accelerator: Accelerator | None = None
         """Of the device of the results; ``None`` on a host."""
         self.starts: list[Start] = []

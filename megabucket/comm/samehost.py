@@ -144,7 +144,7 @@ class _Copies:
         self._words = [zlib.crc32(repr(kinds).encode()), *(call.full.data_ptr() for call in calls)]
         self._addresses: list[list[int]] = []
         self._stages: list[list[_Action]] = []
-        self.plan = Plan(rank=rank, size=size, is_gloo=True, is_kept=True)
+        self.plan = Plan(rank=rank, size=size, waits_like_gloo=True, is_kept=True)
         """Has no collectives: the thread does everything."""
 
     def run(self, must_stop: Callable[[], bool]) -> dict[int, str]:

@@ -96,10 +96,7 @@ def discover_communicator(
     launched = os.environ.get("WORLD_SIZE", "1")
     if launched.isdigit() and int(launched) > 1:
         raise ProcessGroupMissingError(world_size=int(launched))
-    alone = LocalCommunicator()
-    if state is not None:
-        alone.share(state)
-    return alone
+    return LocalCommunicator(state)
 
 
 def process_group_of(ranks: Any) -> Communicator | dist.ProcessGroup:
@@ -146,8 +143,7 @@ class _Channel(Communicator):
     """
 
     def __init__(self, link: RankLink, group: dist.ProcessGroup | None) -> None:
-        super().__init__(rank=link.rank, size=link.size)
-        self.share(link.state)
+        super().__init__(rank=link.rank, size=link.size, state=link.state)
         self.launches = link.launches
         self.link = link
         """Shared by both channels."""
@@ -165,7 +161,7 @@ class _Channel(Communicator):
     def _plan(self, batch: Batch, *, is_kept: bool) -> Plan:
         backend = self._backend(batch[0].full.device)
         kind = GlooPlan if backend.name == _GLOO else Plan
-        plan = kind(rank=self.rank, size=self.size, is_gloo=backend.waits_like_gloo, is_kept=is_kept)
+        plan = kind(rank=self.rank, size=self.size, waits_like_gloo=backend.waits_like_gloo, is_kept=is_kept)
         plan.accelerator = Accelerator.of(batch[0].full.device)
         wide = [call for call in batch if isinstance(call, ReduceScatter) and call.in_fp32]
         rest = [call for call in batch if call not in wide]
@@ -399,12 +395,12 @@ class WorkHandle(Handle):
         recorders = link.state.recorders
         if recorders.active:
             wants_time = any(recorder.records_time for recorder in recorders.active)
-            clock = link.clock(None if plan.is_gloo else plan.starts[0].tensors[0].device) if wants_time else None
+            clock = link.clock(None if plan.waits_like_gloo else plan.starts[0].tensors[0].device) if wants_time else None
             self._launch = Launch(record, clock, on_moment=recorders.on_moment)
             is_large = is_large or wants_time  # the thread notes the time of completion
-        if plan.is_gloo and (is_large or run is not None):
+        if plan.waits_like_gloo and (is_large or run is not None):
             self._job = Job(self._complete_in_background)
-        is_transient = plan.is_gloo and not plan.is_kept
+        is_transient = plan.waits_like_gloo and not plan.is_kept
         self._transient = [(held, use_count(held)) for start in plan.starts for held in start.tensors] if is_transient else []
         self._sent: list[Any] = []  # the number of the launch, then its works: filled by a single C call
         self._completed: list[None] = []  # not empty once the operations after the works are done
@@ -458,7 +454,7 @@ class WorkHandle(Handle):
         number, *works = self._sent
         if self._job is not None:
             works = [self._job]
-        if plan.is_gloo and link.watch is not None:
+        if plan.waits_like_gloo and link.watch is not None:
             link.watch.wait(works, label=self._label, number=number)
         else:
             for work in works:
@@ -487,7 +483,7 @@ class WorkHandle(Handle):
     def poll(self) -> bool:
         """Finish the launch if that needs no waiting. Over NCCL it does nothing, because ``wait`` never blocks the host."""
         works: Sequence[Work] = self._sent[1:] if self._job is None else (self._job,)
-        if self._plan is not None and self._plan.is_gloo and all(map(_is_completed, works)):
+        if self._plan is not None and self._plan.waits_like_gloo and all(map(_is_completed, works)):
             self.wait()
         return self._plan is None
 

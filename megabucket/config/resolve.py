@@ -121,7 +121,7 @@ class BucketSize:
     numel: int | None
     """Elements that close a bucket; ``None``: one bucket per buffer, cuts by name, or not known without a model."""
     decided_by: Literal["layout", "bucket_cuts", "bucket_size", "bucket_cap_mb", "num_buckets", "default"]
-    """The field of the config that gave it."""
+    """The field of the config that gave it, or `default`."""
 
 
 def resolve_bucket_size(

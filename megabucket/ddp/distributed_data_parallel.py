@@ -153,7 +153,7 @@ class DistributedDataParallel(torch.nn.Module):
             self._recorders.append(ProfilerRanges(profiler_range(device)))
         if self._recorders:  # otherwise those of another wrapper on this communicator stay
             moments = [one.note_moment for one in self._recorders if isinstance(one, ProfilerRanges)]
-            self.communicator.recorders.add(self._recorders, on_moment=moments[0] if moments else None)
+            self.communicator.recorders.activate(self._recorders, on_moment=moments[0] if moments else None)
 
     def _note_load(self) -> None:
         self.num_value_changes += 1
@@ -557,7 +557,7 @@ class DistributedDataParallel(torch.nn.Module):
         try:
             wrapping.undo()
         finally:
-            self.communicator.recorders.remove(self._recorders)
+            self.communicator.recorders.deactivate(self._recorders)
             self.ranks.close()
         return self.module
 

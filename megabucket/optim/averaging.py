@@ -109,7 +109,8 @@ def param_norms(optimizer: DistributedOptimizer) -> Iterator[dict[str, ParamNorm
         row_of = {name: dict(zip(ParamNorms._fields, row, strict=True)) for name, row in zip(names, squared_norms, strict=True)}
         for shard, values in before.items():
             after = shard.main.detach()
-            for piece in shard.pieces({"grad": shard.grad, "weight": after, "update": after - values}):
+            update = torch.sub(after, values, out=values)
+            for piece in shard.pieces({"grad": shard.grad, "weight": after, "update": update}):
                 row_of[piece.param][piece.key] += torch.linalg.vector_norm(piece.values, dtype=torch.float64).square()
         call.open()
         for group, reduction in ddp.ranks.by_name.items():

@@ -365,7 +365,7 @@ class Sharding:
         self.check_is_current()
         for shard in self.shards:
             if shard.has_own_values:
-                shard.restore_values(shard.main.detach().clone())
+                shard.follow_buffer()
         self._num_value_changes = self._ddp.num_value_changes
 
     def settle(self, operation: str) -> None:
@@ -399,7 +399,7 @@ class Sharding:
 
     def state_pieces(self) -> Iterator[StatePiece]:
         """Return the values per element of all shards, main values included, by parameter and key. Local."""
-        return chain.from_iterable(state_pieces(shard, self._optimizer.state.get(shard.main) or {}) for shard in self.shards)
+        return state_pieces(self.shards, self._optimizer.state)
 
     def describe(self) -> list[Any]:
         """Return descriptions of the state of all shards, as ``describe_shards``."""

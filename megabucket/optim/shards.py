@@ -83,9 +83,9 @@ class StatePiece(NamedTuple):
     in_param: Span
     """Counted from the start of the parameter, in memory order."""
     key: Any
-    """That of the optimizer's state, or ``MAIN``."""
+    """Of a flat tensor: that of the optimizer's state, or ``MAIN``, or what the caller calls it."""
     values: torch.Tensor
-    """1D, one value per element of the range: a view of the tensor that the optimizer keeps."""
+    """1D, one value per element of the range: a view of the flat tensor."""
 
 
 class MainShard:
@@ -145,17 +145,13 @@ class MainShard:
         """Make ``main.grad`` raise on use."""
         self.main.grad = self.withheld
 
-    @torch.no_grad()
-    def restore_values(self, saved: torch.Tensor) -> None:
-        """Restore saved main values, except where the parameter buffer has changed since.
+    def follow_buffer(self) -> None:
+        """Replace main values that do not round to those in the parameter buffer: it was written since. Others stay.
 
-        A saved value that does not round to the value in the buffer is replaced by it. Only for a shard with values of its own.
-
-        Args:
-            saved: 1D, dtype and length of main.
+        Only for a shard with values of its own.
         """
-        written = self.model_values
-        self.main.copy_(torch.where(saved.to(written.dtype) == written, saved, written.to(saved.dtype)))
+        main, written = self.main.detach(), self.model_values
+        torch.where(main.to(written.dtype) == written, main, written.to(main.dtype), out=main)
 
     def params_with_nonfinite_grad(self) -> Sequence[str]:
         """Return the parameters whose gradient in this segment is not finite. Slow; for reports."""

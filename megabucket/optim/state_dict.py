@@ -75,10 +75,16 @@ def is_per_element(key: str, value: Any, like: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == like.shape and key not in KNOWN_NUMBERS
 
 
-def state_pieces(shard: MainShard, state: Mapping[str, Any]) -> Iterator[StatePiece]:
-    """Return the values per element of one shard: those of its state, and its own main values, by parameter and key."""
-    elements = {key: value.detach() for key, value in state.items() if is_per_element(key, value, shard.main)}
-    return shard.pieces({**elements, **shard.own_values})
+def state_pieces(shards: Iterable[MainShard], state: Mapping[torch.Tensor, Mapping[str, Any]]) -> Iterator[StatePiece]:
+    """Yield the values per element of shards: those of their state, and their own main values, by parameter and key.
+
+    Args:
+        state: by main parameter.
+    """
+    for shard in shards:
+        of_shard = state.get(shard.main) or {}
+        elements = {key: value.detach() for key, value in of_shard.items() if is_per_element(key, value, shard.main)}
+        yield from shard.pieces({**elements, **shard.own_values})
 
 
 # From whole parameters to shards #
@@ -148,7 +154,7 @@ class StateCutter:
 
     @torch.no_grad()
     def restore_main_values(self, shard: MainShard, held: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Restore main values in a shard where they still round to the parameters.
+        """Restore main values in a new shard where they still round to the parameters.
 
         Args:
             held: by parameter, the values of this rank's range that stay where there are no others. Given, all values are
@@ -156,8 +162,7 @@ class StateCutter:
         """
         if not shard.has_own_values or not (self._whole.main_values or held):
             return
-        saved = shard.main.detach().clone()
-        for piece in shard.pieces({MAIN: saved}):
+        for piece in shard.pieces(shard.own_values):
             param = self._params[piece.param]
             whole = self._whole.main_values.get(param)
             if whole is not None and whole.shape == param.shape:
@@ -165,9 +170,7 @@ class StateCutter:
             elif held is not None and piece.param in held:
                 piece.values.copy_(held[piece.param])
         if held is None:
-            shard.restore_values(saved)
-        else:
-            shard.main.copy_(saved)
+            shard.follow_buffer()
 
 
 def _fill(piece: StatePiece, whole: torch.Tensor, param: torch.nn.Parameter) -> None:
@@ -318,8 +321,7 @@ def unshard(shards: Sequence[MainShard], state: Mapping[torch.Tensor, Mapping[st
         described = merge_descriptions(answers)
         call.open()
         for buffer in holder.buffers:
-            inside = (state_pieces(shard, state.get(shard.main) or {}) for shard in shards if shard.buffer is buffer)
-            pieces = list(chain.from_iterable(inside))
+            pieces = list(state_pieces((shard for shard in shards if shard.buffer is buffer), state))
             values |= _put_together(buffer, pieces, described, holder)
             main_values |= _main_values(buffer, pieces, holder)
             dtypes |= dict.fromkeys(buffer.params.values(), main_dtype(buffer.param_data.dtype))

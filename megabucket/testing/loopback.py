@@ -379,6 +379,12 @@ class _LoopbackCommunicator(Communicator):
             self.control.launches = self.launches
             self.share(self.state)
 
+    def share(self, state: RankState) -> None:
+        """Take over the state of a rank, on both channels."""
+        self.state, self.progress, self.recorders = state, state.progress, state.recorders
+        if isinstance(control := self.control, _LoopbackCommunicator) and control is not self:
+            control.share(state)
+
     def _handle(self, batch: Batch, record: CollectiveRecord, *, is_kept: bool) -> Handle:  # noqa: ARG002 - the port's
         return _LoopbackHandle(self, batch, record)
 

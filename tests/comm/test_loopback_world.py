@@ -500,7 +500,7 @@ class TestSubgroup:
             member.control.launch([AllReduce(torch.ones(1))], label="b")
 
         assert [record.label for record in recorder.collectives] == ["a", "b"]
-        assert (group[0].progress.step, group[0].num_launched, group[1].num_launched) == (7, 2, 2)
+        assert (group[0].progress.step, group[0].launches.last, group[1].launches.last) == (7, 2, 2)
 
     @pytest.mark.parametrize("ranks", [[], [0, 0], [0, 2], [-1, 0]], ids=str)
     def test_ranks_that_are_no_group_of_the_world_are_refused(self, ranks):

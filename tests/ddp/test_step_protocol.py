@@ -652,9 +652,9 @@ def test_a_failed_backward_that_a_thread_of_autograd_drops_sends_nothing_there(m
         failed = attempt(rank, ddp, optimizer, "exception in backward" if rank == FAULTY else None)
         loss = ddp(rank + 1.0) if has_begun_again or rank != FAULTY else None
         if rank == FAULTY:
-            launched = ddp.communicator.num_launched
+            launched = ddp.communicator.launches.last
             autograd.drop()
-            assert ddp.communicator.num_launched == launched
+            assert ddp.communicator.launches.last == launched
         (loss if loss is not None else ddp(rank + 1.0)).backward()
         optimizer.step()
         ddp.finish_param_sync()

@@ -190,7 +190,7 @@ def test_pieces_are_the_ranges_of_each_key_with_main_values_last():
         state = {param: {"m": torch.ones_like(param), "step": 3} for param in params.values()}
         communicator = world.communicator(rank)
         ranks = RankState(layout, params, {"a": 0, "b": 0}, WholeState(state), communicator=communicator, config=config)
-        pieces = [piece for shard in ranks.shards for piece in state_pieces(shard, ranks.state[shard.main])]
+        pieces = list(state_pieces(ranks.shards, ranks.state))
         assert all(len(piece.values) == piece.in_param.numel for piece in pieces)
         assert all(piece.like.shape == params[piece.param].shape for piece in pieces)
         return [(piece.param, tuple(piece.in_param), piece.key) for piece in pieces]

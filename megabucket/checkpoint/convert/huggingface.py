@@ -67,12 +67,12 @@ def export_weights(
         names = [f"model-{index + 1:05d}-of-{len(files):05d}.safetensors" for index in range(len(files))]
     total_bytes = 0
     for name, chosen in zip(names, files, strict=True):
-        staging = PendingLoad(stored)
+        pending = PendingLoad(stored)
         tensors = {}
         for weight, wanted in chosen.items():
             like = torch.empty(stored.tensors[f"{Prefix.MODEL}{weight}"].shape, dtype=wanted, device="cpu")
-            tensors[weight] = staging.want_like(source_of(stored.tensors, weight, wanted), like)
-        staging.read()
+            tensors[weight] = pending.want_like(source_of(stored.tensors, weight, wanted), like)
+        pending.read()
         # transformers loads a file only if it names the framework
         save_file(tensors, directory / f"{name}.tmp", metadata={"format": "pt"})
         total_bytes += sum(tensor.nbytes for tensor in tensors.values())

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from megabucket.checkpoint.format import Json, Piece, Snapshot, TensorInfo
-from megabucket.checkpoint.ranks import WritingRanks
+from megabucket.checkpoint.ranks import CheckpointRanks
 from megabucket.checkpoint.save import SaveSettings, save_snapshot
 from megabucket.checkpoint.stored import StoredCheckpoint, open_checkpoint
 
@@ -62,7 +62,7 @@ def snapshot(step: int, *, rank: int, size: int) -> Snapshot:
     return Snapshot(pieces, values_of(step))
 
 
-def save(root: Path, step: int, ranks: WritingRanks, settings: SaveSettings) -> Path:
+def save(root: Path, step: int, ranks: CheckpointRanks, settings: SaveSettings) -> Path:
     """Save the sample of a step."""
     return save_snapshot(root, step, snapshot(step, rank=ranks.rank, size=ranks.size), ranks, settings)
 
