@@ -573,7 +573,8 @@ def schedules(draw, *, max_layers=5, max_steps=3):
         saves=draw(st.sampled_from([False, False, True])),
         scales_loss=config["nonfinite_gradients"] == "allow" and not is_plain and draw(st.booleans()),
         flushes="finish_grad_sync" if is_explicit else draw(st.sampled_from(["", "start_grad_sync", "finish_grad_sync"])),
-        zeroes=draw(st.sampled_from(["ddp", "optimizer"])),
+        # A plain optimizer's tells the wrapper nothing, and a delayed gradient begins no step.
+        zeroes="ddp" if is_plain and any(layer.is_delayed for layer in layers) else draw(st.sampled_from(["ddp", "optimizer"])),
         looks=draw(st.booleans()),
         broken=draw(st.sampled_from([-1, -1, -1, 1])),
         aborted=draw(st.sampled_from([-1, -1, -1, 0])),
