@@ -15,14 +15,13 @@
     PUBLISHED -> OPEN       the next step begins, perhaps on gradients that were kept
     PUBLISHED -> IDLE       cleared
     PUBLISHED -> COMMITTED  an optimizer was made whose update needs collectives
-    COMMITTED -> PUBLISHED  an optimizer was made whose update needs none
     COMMITTED -> IDLE       updated and the gather sent; or cleared
     COMMITTED -> OPEN       the next step begins on gradients that were not cleared
     COMMITTED -> FENCED     a second vote: explicit finish and then step() or zero_grad(); before any joint update or change
     GIVING_UP -> IDLE       the same error on all ranks
     CALL      -> IDLE       another rank has sent the buckets of a step, or votes on it: it is dropped on all ranks
 
-    IDLE, OPEN, LAUNCHING, PUBLISHED, COMMITTED -> GIVING_UP
+    IDLE, OPEN, LAUNCHING, COMMITTED -> GIVING_UP
                             this rank failed before its fence: it sends the rest of the schedule and a fence that reports the
                             failure; may stay here until the next call
     IDLE, OPEN, LAUNCHING, PUBLISHED, COMMITTED -> CALL
@@ -90,9 +89,8 @@ class StepState(enum.Enum):
 AGREED: Final = (StepState.PUBLISHED, StepState.COMMITTED)
 """States in which all ranks are whole and the buckets hold reduced gradients."""
 _MAY_STEP_ASIDE: Final = frozenset({StepState.IDLE, StepState.OPEN, StepState.LAUNCHING, *AGREED})
-"""States in which this rank may still give up its step, or make a call, to which it returns."""
+"""States in which this rank may make a call and come back, or give up its step. If that is PUBLISHED, the next one is OPEN."""
 _ASIDE: Final = frozenset({StepState.GIVING_UP, StepState.CALL})
-"""States that may be entered from all of these."""
 
 _TRANSITIONS: Final[Mapping[StepState, frozenset[StepState]]] = MappingProxyType(
     {
@@ -100,8 +98,8 @@ _TRANSITIONS: Final[Mapping[StepState, frozenset[StepState]]] = MappingProxyType
         StepState.OPEN: _ASIDE | {StepState.LAUNCHING, StepState.IDLE},
         StepState.LAUNCHING: _ASIDE | {StepState.FENCED},
         StepState.FENCED: frozenset({StepState.PUBLISHED, StepState.COMMITTED, StepState.IDLE}),
-        StepState.PUBLISHED: _ASIDE | {StepState.IDLE, StepState.OPEN, StepState.COMMITTED},
-        StepState.COMMITTED: _ASIDE | {StepState.IDLE, StepState.OPEN, StepState.PUBLISHED, StepState.FENCED},
+        StepState.PUBLISHED: frozenset({StepState.IDLE, StepState.OPEN, StepState.COMMITTED, StepState.CALL}),
+        StepState.COMMITTED: _ASIDE | {StepState.IDLE, StepState.OPEN, StepState.FENCED},
         StepState.GIVING_UP: frozenset({StepState.IDLE}),
         StepState.CALL: _MAY_STEP_ASIDE,
         StepState.BROKEN: frozenset(),
@@ -670,9 +668,9 @@ class GradSync:
 
     def expect_updates(self, *, jointly: bool) -> None:
         """Note whether the update of the wrapper's optimizer needs collectives. It may be made after the gradient sync."""
-        agreed = StepState.COMMITTED if jointly else StepState.PUBLISHED
+        after = StepState.COMMITTED if jointly and self.state is StepState.PUBLISHED else self.state
         # In one statement: after an interrupt both are set or neither is.
-        self.updates_jointly, self.state = jointly, agreed if self.state in AGREED else self.state
+        self.updates_jointly, self.state = jointly, after
 
     def vote_again(self) -> None:
         """Agree once more before a collective on reduced gradients: the caller's own code has run since the last fence.
@@ -753,7 +751,7 @@ class GradSync:
         Args:
             error: the cause; ``None`` if autograd does not reveal it.
         """
-        if StepState.GIVING_UP not in _TRANSITIONS[self.state] or self._fence.is_sent or error is self.last_error is not None:
+        if self.state not in _MAY_STEP_ASIDE or self._fence.is_sent or error is self.last_error is not None:
             return
         # Inside a ``step()`` block the exception is known at its end, unless the caller catches it before.
         is_deferred = self._num_blocks > 0 and phase in ("forward", "backward")
