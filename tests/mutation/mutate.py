@@ -29,6 +29,36 @@ SURVIVED = 0
 NO_TEST = (5, 33)
 TIMEOUT = (-24, 24, 36, 152, 255)
 
+_STEP_TESTS = (
+    "agreed_stop",
+    "backward_without_params",
+    "call_in_a_step",
+    "calls",
+    "calls_in_backward",
+    "delayed_gradients",
+    "form_changed",
+    "giving_up",
+    "gradient_sync",
+    "gradient_sync_machine",
+    "graphs_of_gradients",
+    "guarded_collectives",
+    "other_owners",
+    "overflow",
+    "parts_without_forward",
+    "plain_optimizer_guard",
+    "ranks_differ",
+    "read_too_early",
+    "same_batch_again",
+    "staged_grads",
+    "step_block",
+    "step_protocol",
+    "table_of_states",
+    "unfrozen_gradient",
+    "withheld_grads",
+    "withheld_shard_grads",
+)
+"""Loopback tests of whole steps, about forty seconds per mutant that survives."""
+
 
 @dataclass(frozen=True, slots=True)
 class Area:
@@ -64,6 +94,15 @@ AREAS = {
     "fence": Area(
         tuple(f"megabucket/ddp/{name}.py" for name in ("fence", "report", "calls")),
         tuple(f"tests/ddp/test_{name}.py" for name in ("fence", "verdict", "step_report", "step_counters", "hyperparameters")),
+    ),
+    "step": Area(
+        tuple(f"megabucket/ddp/{name}.py" for name in ("step", "schedule", "backward")),
+        (
+            *(f"tests/ddp/test_{name}.py" for name in _STEP_TESTS),
+            # As long as all others of its file, and another seven seconds per mutant.
+            "--deselect=tests/ddp/test_same_batch_again.py::test_batches_of_different_steps_are_never_averaged",
+            "tests/optim/test_no_step_without_a_sync.py",
+        ),
     ),
 }
 
