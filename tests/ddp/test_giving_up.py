@@ -167,6 +167,29 @@ def test_a_collective_that_could_not_be_launched_is_launched_when_the_rank_gives
     assert ranks.run(run) == [[None, "PeerFailedError", None], [None, "MemoryError", None]]
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_launch_by_the_caller_that_fails_is_told_by_the_name_of_the_call(sharded):
+    switches = {"use_distributed_optimizer": sharded, "overlap_grad_reduce": False, "finish": "explicit"}
+    ranks = Ranks(2, Weights("ab"), bucket_size=1, **switches)
+    recorder = LaunchesFail()
+    ranks.ddps[FAULTY].communicator.progress.recorders = (recorder,)
+
+    def run(rank, ddp):
+        ddp(a=1.0, b=1.0).backward()
+        if rank == FAULTY:
+            recorder.is_armed = True
+            with pytest.raises(MemoryError):
+                ddp.start_grad_sync()
+        else:
+            ddp.start_grad_sync()
+        with pytest.raises(PeerFailedError) as caught:
+            ddp.finish_grad_sync()
+        return str(caught.value)
+
+    text = f"step 0: rank 1 failed in start_grad_sync(): MemoryError: no room for bucket 1. {DROPPED}"
+    assert ranks.run(run) == [text] * 2
+
+
 @pytest.mark.parametrize("overlaps", [True, False])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_after_giving_up_plain_torch_code_may_clear_what_the_step_has_left(set_to_none, overlaps):

@@ -10,7 +10,7 @@ from megabucket.ddp import step
 from megabucket.ddp.backward import _EndOfBackward
 from megabucket.ddp.fence import Fence
 from megabucket.ddp.step import GradSync
-from megabucket.errors import PeerFailedError, WrapperBrokenError
+from megabucket.errors import MegabucketError, PeerFailedError, WrapperBrokenError
 from megabucket.trace.recorder import Recorder
 
 DROPPED = "The step was dropped on all ranks; its gradients are forgotten, and the next step may run."
@@ -25,6 +25,24 @@ def seen(call):
     except BaseException as error:
         return error
     return None
+
+
+class Phases(Recorder):
+    """Keeps what a rank enters."""
+
+    records_time = False
+
+    def __init__(self):
+        self.entered = []
+
+    def record_launch(self, launch):
+        pass
+
+    def enter_phase(self, step, phase):
+        self.entered.append((step, phase))
+
+    def note_ready(self, label):
+        pass
 
 
 # The end of the wrapper #
@@ -238,25 +256,88 @@ def test_a_rank_that_was_interrupted_again_before_it_could_report_breaks_the_wra
         assert (error.step, error.rank, error.phase, error.cause) == (0, FAULTY, "fence", "it was interrupted twice")
 
 
+class Takes:
+    """``Fence.take``, interrupted once on one rank, the ``nth`` time it runs there after ``arm``."""
+
+    def __init__(self, monkeypatch):
+        self._take, self._left = Fence.take, 0
+        takes = self
+
+        def take(fence, note):
+            return takes.take_or_interrupt(fence, note)
+
+        monkeypatch.setattr(Fence, "take", take)
+
+    def arm(self, nth):
+        self._left = nth
+
+    def take_or_interrupt(self, fence, note):
+        if fence.communicator.rank == FAULTY and self._left:
+            self._left -= 1
+            if not self._left:
+                raise KeyboardInterrupt
+        return self._take(fence, note)
+
+
+@MODES
+def test_a_rank_that_is_interrupted_while_it_waits_for_the_end_of_its_failed_step_breaks_the_wrapper(sharded, monkeypatch):
+    ranks = Ranks(2, Weights("ab"), use_distributed_optimizer=sharded, bucket_size=1)
+    takes, is_over = Takes(monkeypatch), threading.Event()
+
+    def run(rank, ddp):
+        if rank == FAULTY:
+            takes.arm(1)
+            ddp.abort_step("no")
+            assert isinstance(seen(ddp.zero_grad), KeyboardInterrupt)
+            is_over.set()
+            return ddp.sync.broken
+        assert is_over.wait(20)
+        return seen(ddp(**BOTH).backward) or seen(ddp.finish_grad_sync)
+
+    error, own = ranks.run(run)
+
+    assert (own.step, own.rank, own.phase, own.cause) == (0, FAULTY, "the gradient sync", "KeyboardInterrupt: ")
+    assert isinstance(error, MegabucketError)
+
+
+def test_a_rank_that_is_interrupted_in_a_second_vote_breaks_the_wrapper_on_all_ranks(monkeypatch):
+    ranks = Ranks(2, Weights("ab"), use_distributed_optimizer=True, finish="explicit", bucket_size=1)
+    takes = Takes(monkeypatch)
+
+    def run(rank, ddp):
+        optimizer = optimizer_of(ddp)
+        ddp(**BOTH).backward()
+        if rank == FAULTY:
+            takes.arm(2)
+        ddp.finish_grad_sync()
+        error = seen(lambda: (optimizer.step(), ddp.finish_param_sync()))
+        return ddp.sync.broken if rank == FAULTY else error
+
+    for error in ranks.run(run):
+        assert isinstance(error, WrapperBrokenError)
+        assert (error.rank, error.phase, error.cause) == (FAULTY, "the gradient sync", "KeyboardInterrupt: ")
+
+
+@MODES
+def test_a_wrapper_that_goes_after_giving_up_when_all_have_answered_is_not_broken(sharded):
+    ranks = Ranks(2, Weights("ab"), use_distributed_optimizer=sharded, bucket_size=1)
+    is_answered = threading.Event()
+
+    def run(rank, ddp):
+        sync = ddp.sync
+        if rank == FAULTY:
+            ddp.abort_step("no")
+            assert is_answered.wait(20)
+        else:
+            assert seen(ddp(**BOTH).backward) or seen(ddp.finish_grad_sync)
+            is_answered.set()
+        ddp.detach()
+        return sync.broken, type(sync.last_error)
+
+    assert ranks.run(run) == [(None, PeerFailedError)] * 2
+
+
 # What a recorder is told #
-
-
-class Phases(Recorder):
-    """Keeps what a rank enters."""
-
-    records_time = False
-
-    def __init__(self):
-        self.entered = []
-
-    def record_launch(self, launch):
-        pass
-
-    def enter_phase(self, step, phase):
-        self.entered.append((step, phase))
-
-    def note_ready(self, label):
-        pass
 
 
 # A plain optimizer steps after a backward that has finished the sync; a distributed one finishes it at its own step.
