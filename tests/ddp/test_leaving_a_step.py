@@ -94,6 +94,39 @@ def test_a_wrapper_that_goes_with_an_exception_in_the_middle_of_a_step_is_broken
         assert (error.step, error.rank, error.phase, error.cause) == (0, FAULTY, "forward", "OSError: disk full")
 
 
+def test_a_wrapper_that_goes_with_an_exception_before_its_own_update_is_not_broken():
+    ranks = Ranks(2, Weights("ab"), bucket_size=1)
+
+    def run(rank, ddp):
+        optimizer, sync = optimizer_of(ddp), ddp.sync
+        ddp(**BOTH).backward()
+        if rank == FAULTY:
+            detach_with_an_exception(ddp)
+        else:
+            optimizer.step()
+            ddp.detach()
+        return sync.broken
+
+    assert ranks.run(run) == [None, None]
+
+
+def test_a_wrapper_that_goes_with_an_exception_before_the_update_of_all_is_broken_on_all_ranks():
+    ranks = Ranks(2, Weights("ab"), use_distributed_optimizer=True, finish="explicit", bucket_size=1)
+
+    def run(rank, ddp):
+        optimizer, sync = optimizer_of(ddp), ddp.sync
+        ddp(**BOTH).backward()
+        if rank == FAULTY:
+            ddp.finish_grad_sync()
+            detach_with_an_exception(ddp)
+            return sync.broken
+        return seen(lambda: (ddp.finish_grad_sync(), optimizer.step(), ddp.finish_param_sync()))
+
+    for error in ranks.run(run):
+        assert isinstance(error, WrapperBrokenError)
+        assert (error.step, error.rank, error.cause) == (0, FAULTY, "OSError: disk full")
+
+
 @MODES
 def test_a_wrapper_that_goes_in_the_middle_of_a_step_does_not_wait_for_long(sharded, monkeypatch):
     monkeypatch.setattr(step, "_ANSWER_WITHIN_S", 0.02)
@@ -309,8 +342,7 @@ def test_a_rank_that_is_interrupted_in_a_second_vote_breaks_the_wrapper_on_all_r
         ddp(**BOTH).backward()
         if rank == FAULTY:
             takes.arm(2)
-        ddp.finish_grad_sync()
-        error = seen(lambda: (optimizer.step(), ddp.finish_param_sync()))
+        error = seen(lambda: (ddp.finish_grad_sync(), optimizer.step(), ddp.finish_param_sync()))
         return ddp.sync.broken if rank == FAULTY else error
 
     for error in ranks.run(run):
