@@ -4,7 +4,7 @@ import pytest
 import torch
 from loop_ranks import Ranks, Weights, main_grads, optimizer_of
 
-from megabucket.errors import MegabucketError, PeerFailedError
+from megabucket.errors import MegabucketError, ParametersChangedError, PeerFailedError
 from megabucket.trace.recorder import Recorder
 
 DROPPED = "The step was dropped on all ranks; its gradients are forgotten, and the next step may run."
@@ -165,6 +165,32 @@ def test_a_collective_that_could_not_be_launched_is_launched_when_the_rank_gives
         return found
 
     assert ranks.run(run) == [[None, "PeerFailedError", None], [None, "MemoryError", None]]
+
+
+@pytest.mark.parametrize("finish", ["auto", "explicit"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_rank_with_none_of_its_parameters_left_says_so_in_its_backward(sharded, finish):
+    """An optimizer of the new ones knows nothing of the wrapper, so nothing else of this step would ever call it."""
+    ranks = Ranks(2, Weights("ab"), use_distributed_optimizer=sharded, finish=finish, bucket_size=1)
+
+    def run(rank, ddp):
+        if rank == FAULTY:
+            for name in "ab":
+                setattr(ddp.module, name, torch.nn.Parameter(torch.ones(100)))
+            with pytest.raises(ParametersChangedError) as caught:
+                ddp(a=1.0, b=1.0).backward()
+            return str(caught.value)
+        try:
+            ddp(a=1.0, b=1.0).backward()
+            ddp.finish_grad_sync()
+        except ParametersChangedError as error:
+            return str(error)
+        return None
+
+    text, own = ranks.run(run)
+
+    assert text == own
+    assert text.startswith("step 0: after wrapping, rank 1 has replaced 'a', 'b'. ")
 
 
 @pytest.mark.parametrize("sharded", [False, True])
