@@ -42,12 +42,14 @@ _STEP_TESTS = (
     "gradient_sync_machine",
     "graphs_of_gradients",
     "guarded_collectives",
+    "leaving_a_step",
     "other_owners",
     "overflow",
     "parts_without_forward",
     "plain_optimizer_guard",
     "ranks_differ",
     "read_too_early",
+    "refusals_of_a_step",
     "same_batch_again",
     "staged_grads",
     "step_block",
@@ -57,7 +59,13 @@ _STEP_TESTS = (
     "withheld_grads",
     "withheld_shard_grads",
 )
-"""Loopback tests of whole steps, about forty seconds per mutant that survives."""
+"""Loopback tests of whole steps."""
+_STEP_TESTS_OF_CHAINS = (
+    "a_common_norm_above_the_threshold_updates_no_part",
+    "a_nan_that_is_no_error_skips_the_step_of_both_parts",
+    "a_part_that_fails_on_one_rank_ends_the_step_of_both_parts_on_all",
+    "parts_without_a_backward_on_any_rank_are_refused_and_the_next_step_is_right",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +110,10 @@ AREAS = {
             # As long as all others of its file, and another seven seconds per mutant.
             "--deselect=tests/ddp/test_same_batch_again.py::test_batches_of_different_steps_are_never_averaged",
             "tests/optim/test_no_step_without_a_sync.py",
+            # Parts that update together, a scaler that skips, and values that only a device knows.
+            *(f"tests/optim/test_chained.py::test_{name}" for name in _STEP_TESTS_OF_CHAINS),
+            "tests/optim/test_grad_scaler.py::test_a_skipped_step_is_over_and_its_result_names_the_parameters",
+            "tests/device_fake/test_findings.py",
         ),
     ),
 }
