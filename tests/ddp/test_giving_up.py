@@ -4,7 +4,7 @@ import pytest
 import torch
 from loop_ranks import Ranks, Weights, main_grads, optimizer_of
 
-from megabucket.errors import MegabucketError, ParametersChangedError, PeerFailedError
+from megabucket.errors import MegabucketError, ParametersChangedError, PeerFailedError, PhaseError, ReplicasDivergedError
 from megabucket.trace.recorder import Recorder
 
 DROPPED = "The step was dropped on all ranks; its gradients are forgotten, and the next step may run."
@@ -239,3 +239,59 @@ def test_after_giving_up_plain_torch_code_may_clear_what_the_step_has_left(set_t
 
     # From 1, twice the mean of 1 and 2.
     assert ranks.run(run) == [(-2.0, f"step 1: rank 1 failed in abort_step(): no. {DROPPED}")] * 2
+
+
+# Because another wrapper, which updates together with this one, skips its update #
+
+
+def test_before_the_fence_of_this_wrapper_the_others_hear_why():
+    ranks = Ranks(2, Weights("ab"), use_distributed_optimizer=True, bucket_size=1)
+
+    def run(rank, ddp):
+        optimizer = optimizer_of(ddp)
+        ddp(a=1.0, b=1.0).backward()
+        if rank == FAULTY:
+            ddp.sync.give_up_update("another part has failed", is_agreed=False)
+            ddp.zero_grad()
+        else:
+            with pytest.raises(PeerFailedError):
+                optimizer.step()
+        return str(ddp.last_error)
+
+    assert ranks.run(run) == [f"step 0: rank 1 failed in optimizer.step(): another part has failed. {DROPPED}"] * 2
+
+
+def test_after_an_all_reduce_the_divergence_that_follows_has_that_cause():
+    ranks = Ranks(2, Weights("ab"), bucket_size=1)
+
+    def run(rank, ddp):
+        optimizer = optimizer_of(ddp)
+        ddp(a=1.0, b=1.0).backward()
+        if rank == FAULTY:
+            ddp.sync.give_up_update("another part has failed", is_agreed=False)
+        else:
+            optimizer.step()
+        ddp.zero_grad()
+        with pytest.raises(ReplicasDivergedError) as caught:
+            ddp(a=1.0, b=1.0).backward()
+        return str(caught.value)
+
+    for text in ranks.run(run):
+        assert "(rank 1 made none because of another part has failed)" in text
+
+
+def test_where_all_have_agreed_on_it_the_step_is_dropped_without_a_word_and_counted_once():
+    ranks = Ranks(2, Weights("ab"), use_distributed_optimizer=True, finish="explicit", bucket_size=1)
+
+    def run(rank, ddp):
+        optimizer = optimizer_of(ddp)
+        ddp(a=1.0, b=1.0).backward()
+        ddp.finish_grad_sync()
+        num_launched = ddp.communicator.progress.num_launched
+        ddp.sync.give_up_update("another part has failed", is_agreed=True)
+        is_silent = ddp.communicator.progress.num_launched == num_launched
+        with pytest.raises(PhaseError, match="gradients of this step are not usable"):
+            optimizer.step()
+        return str(ddp.last_error), is_silent, ddp.sync.step
+
+    assert ranks.run(run) == [("another part has failed", True, 1)] * 2
