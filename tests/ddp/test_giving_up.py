@@ -216,6 +216,38 @@ def test_a_launch_by_the_caller_that_fails_is_told_by_the_name_of_the_call(shard
     assert ranks.run(run) == [text] * 2
 
 
+def test_a_launch_that_fails_at_the_end_of_a_backward_is_told_as_a_failure_of_the_backward():
+    """A gradient that is computed apart, but while the backward runs, is launched at its end."""
+
+    def compute_apart(_, module):
+        module.a.skip_backward_post_hook = True
+
+    ranks = Ranks(2, Weights("ab"), prepare=compute_apart, finish="explicit", bucket_size=1)
+    recorder = LaunchesFail()
+    ranks.ddps[FAULTY].communicator.progress.recorders = (recorder,)
+
+    def run(rank, ddp):
+        def compute(_):
+            ddp.module.a.grad = torch.ones(100)
+            ddp.grad_ready(ddp.module.a)
+
+        ddp.module.b.register_hook(compute)
+        ddp(b=1.0).backward()  # the first step launches nothing before its end
+        ddp.finish_grad_sync()
+        ddp.zero_grad()
+        recorder.is_armed = True
+        try:
+            ddp(b=1.0).backward()
+        except MemoryError:
+            assert rank == FAULTY
+        with pytest.raises(PeerFailedError) as caught:
+            ddp.finish_grad_sync()
+        return str(caught.value)
+
+    text = f"step 1: rank 1 failed in backward: MemoryError: no room for bucket 1. {DROPPED}"
+    assert ranks.run(run) == [text] * 2
+
+
 @pytest.mark.parametrize("overlaps", [True, False])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_after_giving_up_plain_torch_code_may_clear_what_the_step_has_left(set_to_none, overlaps):
