@@ -1,9 +1,11 @@
 """``make mutation``: change the library in small ways, one at a time, and count the changes that the tests notice.
 
 Each area is a few modules and the fast tests that answer for them. mutmut works in a copy under ``build/mutation``, so neither
-the working tree nor an installed package is mixed up with what is mutated. Needs ``os.fork``.
+the working tree nor an installed package is mixed up with what is mutated. Needs ``os.fork``. mutmut leaves out what is no
+function (tables, classes' own lines) and functions with a decorator other than ``staticmethod`` and ``classmethod``: properties
+and context managers.
 
-    python tests/mutation/mutate.py                    all areas, about half an hour
+    python tests/mutation/mutate.py                    all areas, about half an hour, and more than another for "step"
     python tests/mutation/mutate.py layout config      some of them
     python tests/mutation/mutate.py --survivors        also print the difference each survivor makes
     python tests/mutation/mutate.py --again            print the results of the last run
