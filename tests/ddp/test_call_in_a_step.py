@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from loop_ranks import Ranks, Weights, optimizer_of
 
 import megabucket as mb
 from megabucket.errors import CallMismatchError, ReplicasDivergedError
@@ -45,3 +46,20 @@ def test_both_ranks_learn_it_and_the_next_step_is_right_or_a_missed_update_is_na
     at = CALLS_IN + (not sharded)
     assert first == [kind if step == at else None for step in range(STEPS)]
     assert second == [kind if step == CALLS_IN else None for step in range(len(second))]
+
+
+@pytest.mark.parametrize("has_finished", [False, True], ids=["before the sync", "after the sync"])
+def test_a_step_that_meets_a_call_of_another_rank_is_counted_once_on_all(has_finished):
+    ranks = Ranks(2, Weights("ab"), use_distributed_optimizer=True, bucket_size=1)
+
+    def run(rank, ddp):
+        optimizer = optimizer_of(ddp)
+        ddp(a=1.0, b=1.0).backward()
+        if has_finished:
+            ddp.finish_grad_sync()
+        with pytest.raises(CallMismatchError):
+            (ddp.check_replicas if rank == 1 else optimizer.step)()
+        ddp.zero_grad()
+        return str(ddp.last_error).split(":")[0], ddp.sync.step
+
+    assert ranks.run(run) == [("step 0", 1)] * 2

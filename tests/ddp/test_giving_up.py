@@ -4,7 +4,7 @@ import pytest
 import torch
 from loop_ranks import Ranks, Weights, main_grads, optimizer_of
 
-from megabucket.errors import MegabucketError, PeerFailedError
+from megabucket.errors import MegabucketError, ParametersChangedError, PeerFailedError, PhaseError, ReplicasDivergedError
 from megabucket.trace.recorder import Recorder
 
 DROPPED = "The step was dropped on all ranks; its gradients are forgotten, and the next step may run."
@@ -167,6 +167,87 @@ def test_a_collective_that_could_not_be_launched_is_launched_when_the_rank_gives
     assert ranks.run(run) == [[None, "PeerFailedError", None], [None, "MemoryError", None]]
 
 
+@pytest.mark.parametrize("finish", ["auto", "explicit"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_rank_with_none_of_its_parameters_left_says_so_in_its_backward(sharded, finish):
+    """An optimizer of the new ones knows nothing of the wrapper, so nothing else of this step would ever call it."""
+    ranks = Ranks(2, Weights("ab"), use_distributed_optimizer=sharded, finish=finish, bucket_size=1)
+
+    def run(rank, ddp):
+        if rank == FAULTY:
+            for name in "ab":
+                setattr(ddp.module, name, torch.nn.Parameter(torch.ones(100)))
+            with pytest.raises(ParametersChangedError) as caught:
+                ddp(a=1.0, b=1.0).backward()
+            return str(caught.value)
+        try:
+            ddp(a=1.0, b=1.0).backward()
+            ddp.finish_grad_sync()
+        except ParametersChangedError as error:
+            return str(error)
+        return None
+
+    text, own = ranks.run(run)
+
+    assert text == own
+    assert text.startswith("step 0: after wrapping, rank 1 has replaced 'a', 'b'. ")
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_launch_by_the_caller_that_fails_is_told_by_the_name_of_the_call(sharded):
+    switches = {"use_distributed_optimizer": sharded, "overlap_grad_reduce": False, "finish": "explicit"}
+    ranks = Ranks(2, Weights("ab"), bucket_size=1, **switches)
+    recorder = LaunchesFail()
+    ranks.ddps[FAULTY].communicator.progress.recorders = (recorder,)
+
+    def run(rank, ddp):
+        ddp(a=1.0, b=1.0).backward()
+        if rank == FAULTY:
+            recorder.is_armed = True
+            with pytest.raises(MemoryError):
+                ddp.start_grad_sync()
+        else:
+            ddp.start_grad_sync()
+        with pytest.raises(PeerFailedError) as caught:
+            ddp.finish_grad_sync()
+        return str(caught.value)
+
+    text = f"step 0: rank 1 failed in start_grad_sync(): MemoryError: no room for bucket 1. {DROPPED}"
+    assert ranks.run(run) == [text] * 2
+
+
+def test_a_launch_that_fails_at_the_end_of_a_backward_is_told_as_a_failure_of_the_backward():
+    """A gradient that is computed apart, but while the backward runs, is launched at its end."""
+
+    def compute_apart(_, module):
+        module.a.skip_backward_post_hook = True
+
+    ranks = Ranks(2, Weights("ab"), prepare=compute_apart, finish="explicit", bucket_size=1)
+    recorder = LaunchesFail()
+    ranks.ddps[FAULTY].communicator.progress.recorders = (recorder,)
+
+    def run(rank, ddp):
+        def compute(_):
+            ddp.module.a.grad = torch.ones(100)
+            ddp.grad_ready(ddp.module.a)
+
+        ddp.module.b.register_hook(compute)
+        ddp(b=1.0).backward()  # the first step launches nothing before its end
+        ddp.finish_grad_sync()
+        ddp.zero_grad()
+        recorder.is_armed = True
+        try:
+            ddp(b=1.0).backward()
+        except MemoryError:
+            assert rank == FAULTY
+        with pytest.raises(PeerFailedError) as caught:
+            ddp.finish_grad_sync()
+        return str(caught.value)
+
+    text = f"step 1: rank 1 failed in backward: MemoryError: no room for bucket 1. {DROPPED}"
+    assert ranks.run(run) == [text] * 2
+
+
 @pytest.mark.parametrize("overlaps", [True, False])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_after_giving_up_plain_torch_code_may_clear_what_the_step_has_left(set_to_none, overlaps):
@@ -190,3 +271,59 @@ def test_after_giving_up_plain_torch_code_may_clear_what_the_step_has_left(set_t
 
     # From 1, twice the mean of 1 and 2.
     assert ranks.run(run) == [(-2.0, f"step 1: rank 1 failed in abort_step(): no. {DROPPED}")] * 2
+
+
+# Because another wrapper, which updates together with this one, skips its update #
+
+
+def test_before_the_fence_of_this_wrapper_the_others_hear_why():
+    ranks = Ranks(2, Weights("ab"), use_distributed_optimizer=True, bucket_size=1)
+
+    def run(rank, ddp):
+        optimizer = optimizer_of(ddp)
+        ddp(a=1.0, b=1.0).backward()
+        if rank == FAULTY:
+            ddp.sync.give_up_update("another part has failed", is_agreed=False)
+            ddp.zero_grad()
+        else:
+            with pytest.raises(PeerFailedError):
+                optimizer.step()
+        return str(ddp.last_error)
+
+    assert ranks.run(run) == [f"step 0: rank 1 failed in optimizer.step(): another part has failed. {DROPPED}"] * 2
+
+
+def test_after_an_all_reduce_the_divergence_that_follows_has_that_cause():
+    ranks = Ranks(2, Weights("ab"), bucket_size=1)
+
+    def run(rank, ddp):
+        optimizer = optimizer_of(ddp)
+        ddp(a=1.0, b=1.0).backward()
+        if rank == FAULTY:
+            ddp.sync.give_up_update("another part has failed", is_agreed=False)
+        else:
+            optimizer.step()
+        ddp.zero_grad()
+        with pytest.raises(ReplicasDivergedError) as caught:
+            ddp(a=1.0, b=1.0).backward()
+        return str(caught.value)
+
+    for text in ranks.run(run):
+        assert "(rank 1 made none because of another part has failed)" in text
+
+
+def test_where_all_have_agreed_on_it_the_step_is_dropped_without_a_word_and_counted_once():
+    ranks = Ranks(2, Weights("ab"), use_distributed_optimizer=True, finish="explicit", bucket_size=1)
+
+    def run(rank, ddp):
+        optimizer = optimizer_of(ddp)
+        ddp(a=1.0, b=1.0).backward()
+        ddp.finish_grad_sync()
+        num_launched = ddp.communicator.progress.num_launched
+        ddp.sync.give_up_update("another part has failed", is_agreed=True)
+        is_silent = ddp.communicator.progress.num_launched == num_launched
+        with pytest.raises(PhaseError, match="gradients of this step are not usable"):
+            optimizer.step()
+        return str(ddp.last_error), is_silent, ddp.sync.step
+
+    assert ranks.run(run) == [("another part has failed", True, 1)] * 2

@@ -46,6 +46,15 @@ def test_a_float16_sum_that_overflows_is_an_error_on_all_ranks_and_the_next_step
     assert steps_of(ranks, 40000.0, 4.0) == [([TEXT, 4.0], [-3.0])] * size
 
 
+@pytest.mark.parametrize("policy", ["error", "skip_step"])
+def test_its_buckets_are_sent_once(policy):
+    ranks = Ranks(2, Weights("a", dtype=torch.float16), nonfinite_gradients=policy, **HALF)
+
+    steps_of(ranks, 40000.0)
+
+    assert [label for label in ranks.schedule() if label.startswith("bucket")] == ["bucket 0"]
+
+
 def test_such_a_step_may_be_left_out():
     ranks = Ranks(2, Weights("a", dtype=torch.float16), nonfinite_gradients="skip_step", **HALF)
 

@@ -665,6 +665,27 @@ def test_a_failed_backward_that_a_thread_of_autograd_drops_sends_nothing_there(m
     assert ranks.run(run) == [(PeerFailedError, error, weight), (ValueError, error, weight)]
 
 
+def test_a_failed_backward_of_another_thread_that_a_thread_of_autograd_drops_is_told_by_the_next_call(monkeypatch):
+    """On a device hooks run in that thread as well, so the caller's thread says nothing about the backward."""
+    autograd = DropsLate()
+    monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", autograd)
+    ranks = Ranks(2, Model(), bucket_size=1)
+
+    def run(rank, ddp):
+        optimizer = optimizer_of(ddp)
+        if rank == FAULTY:
+            thread = threading.Thread(target=attempt, args=(rank, ddp, optimizer, "exception in backward"))
+            thread.start()
+            thread.join()
+            autograd.drop()
+        else:
+            attempt(rank, ddp, optimizer, None)
+        ddp.zero_grad()
+        return str(ddp.last_error), attempt(rank, ddp, optimizer, None)
+
+    assert ranks.run(run) == [(f"step 0: rank 1 failed in backward: {UNKNOWN}. {DROPPED}", None)] * 2
+
+
 def test_an_optimizer_does_not_step_while_buckets_are_on_their_way():
     ddp = Ranks(1, Model(), finish="explicit").ddps[0]
     ddp(1.0).backward()

@@ -63,6 +63,27 @@ class TestReduceScatter:
         expected = ([text.format("a"), text.format("b")] * 3, [pytest.approx(20.6155, abs=1e-4)] * 3, [-0.5], [-5.0])
         assert ranks.run(program) == [expected] * 2
 
+    def test_a_hook_finds_it_in_the_next_backward_of_the_same_step(self):
+        seen = {0: [], 1: []}
+
+        def hook(rank, module):
+            module.a.register_post_accumulate_grad_hook(lambda param: seen[rank].append(param.grad.unique().tolist()))
+
+        ranks = Ranks(2, Weights("ab"), prepare=hook, overlap_grad_reduce=False, **SHARDED)
+
+        def program(rank, ddp):
+            optimizer = DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=1.0), ddp)
+            first, second = ddp(a=1 + rank, b=1), ddp(a=4, b=2)
+            first.backward()
+            refusal_of(clip, ddp.parameters())
+            second.backward()
+            optimizer.step()
+            ddp.finish_param_sync()
+            return ddp.module.a.unique().tolist(), ddp.module.b.unique().tolist()
+
+        assert ranks.run(program) == [([-4.5], [-2.0])] * 2  # 1 - (1.5 + 4) and 1 - (1 + 2)
+        assert seen == {0: [[1.0], [5.0]], 1: [[2.0], [6.0]]}
+
     def test_what_finish_grad_sync_leaves_of_it_is_refused_too(self):
         ranks = Ranks(2, Weights("a"), **SHARDED)
 

@@ -1,9 +1,11 @@
 """``make mutation``: change the library in small ways, one at a time, and count the changes that the tests notice.
 
 Each area is a few modules and the fast tests that answer for them. mutmut works in a copy under ``build/mutation``, so neither
-the working tree nor an installed package is mixed up with what is mutated. Needs ``os.fork``.
+the working tree nor an installed package is mixed up with what is mutated. Needs ``os.fork``. mutmut leaves out what is no
+function (tables, classes' own lines) and functions with a decorator other than ``staticmethod`` and ``classmethod``: properties
+and context managers.
 
-    python tests/mutation/mutate.py                    all areas, about half an hour
+    python tests/mutation/mutate.py                    all areas, about half an hour, and more than another for "step"
     python tests/mutation/mutate.py layout config      some of them
     python tests/mutation/mutate.py --survivors        also print the difference each survivor makes
     python tests/mutation/mutate.py --again            print the results of the last run
@@ -28,6 +30,44 @@ KILLED = (1, 3)  # pytest's exit codes: a test failed, or pytest itself did
 SURVIVED = 0
 NO_TEST = (5, 33)
 TIMEOUT = (-24, 24, 36, 152, 255)
+
+_STEP_TESTS = (
+    "agreed_stop",
+    "backward_without_params",
+    "call_in_a_step",
+    "calls",
+    "calls_in_backward",
+    "delayed_gradients",
+    "form_changed",
+    "giving_up",
+    "gradient_sync",
+    "gradient_sync_machine",
+    "graphs_of_gradients",
+    "guarded_collectives",
+    "leaving_a_step",
+    "other_owners",
+    "overflow",
+    "parts_without_forward",
+    "plain_optimizer_guard",
+    "ranks_differ",
+    "read_too_early",
+    "refusals_of_a_step",
+    "same_batch_again",
+    "staged_grads",
+    "step_block",
+    "step_protocol",
+    "table_of_states",
+    "unfrozen_gradient",
+    "withheld_grads",
+    "withheld_shard_grads",
+)
+"""Loopback tests of whole steps."""
+_STEP_TESTS_OF_CHAINS = (
+    "a_common_norm_above_the_threshold_updates_no_part",
+    "a_nan_that_is_no_error_skips_the_step_of_both_parts",
+    "a_part_that_fails_on_one_rank_ends_the_step_of_both_parts_on_all",
+    "parts_without_a_backward_on_any_rank_are_refused_and_the_next_step_is_right",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +104,19 @@ AREAS = {
     "fence": Area(
         tuple(f"megabucket/ddp/{name}.py" for name in ("fence", "report", "calls")),
         tuple(f"tests/ddp/test_{name}.py" for name in ("fence", "verdict", "step_report", "step_counters", "hyperparameters")),
+    ),
+    "step": Area(
+        tuple(f"megabucket/ddp/{name}.py" for name in ("step", "schedule", "backward")),
+        (
+            *(f"tests/ddp/test_{name}.py" for name in _STEP_TESTS),
+            # As long as all others of its file, and another seven seconds per mutant.
+            "--deselect=tests/ddp/test_same_batch_again.py::test_batches_of_different_steps_are_never_averaged",
+            "tests/optim/test_no_step_without_a_sync.py",
+            # Parts that update together, a scaler that skips, and values that only a device knows.
+            *(f"tests/optim/test_chained.py::test_{name}" for name in _STEP_TESTS_OF_CHAINS),
+            "tests/optim/test_grad_scaler.py::test_a_skipped_step_is_over_and_its_result_names_the_parameters",
+            "tests/device_fake/test_findings.py",
+        ),
     ),
 }
 
