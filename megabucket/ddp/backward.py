@@ -39,7 +39,7 @@ class Backward:
         follower: notified of its end. Referenced weakly, because autograd keeps callbacks in C++.
     """
 
-    __slots__ = ("_thread", "has_failed", "has_reached_outputs", "id", "is_last", "is_taking", "may_stage")
+    __slots__ = ("_thread", "has_failed", "id", "is_last", "is_taking", "may_stage")
 
     def __init__(self, follower: FollowsBackward) -> None:
         self.id = torch._C._current_graph_task_id()
@@ -47,10 +47,8 @@ class Backward:
         self._thread = threading.current_thread()
         self.has_failed = False
         """Whether autograd has dropped it before its end."""
-        self.has_reached_outputs = False
-        """Whether it passed through the module's outputs."""
         self.is_taking = False
-        """Whether it has produced a gradient; the first one decides the two below."""
+        """Whether it has produced a gradient; the first one decides the two below. Without one it came through the outputs."""
         self.is_last = False
         """Whether its gradients will be reduced: it runs outside ``no_sync()``."""
         self.may_stage = False

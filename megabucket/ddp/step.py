@@ -316,10 +316,9 @@ class GradSync:
         """
         backward = self.backward
         if backward is None or backward.has_failed:
-            backward = self._follow_backward()
+            self._follow_backward()
         else:
             backward.check_is_this(rank=self._communicator.rank)
-        backward.has_reached_outputs = True
 
     def _follow_backward(self) -> Backward:
         self.settle()
@@ -475,9 +474,9 @@ class GradSync:
         call this wrapper.
         """
         may_be_empty = self.policy.unused_is_zero or bool(self._schedule.delayed)
-        counts = backward.is_taking or (backward.has_reached_outputs and may_be_empty)
+        counts = backward.is_taking or may_be_empty
         self.counters.num_microbatches += counts
-        is_empty = backward.has_reached_outputs and not backward.is_taking and self._no_sync_depth == 0
+        is_empty = not backward.is_taking and self._no_sync_depth == 0
         has_changed = is_empty and self._watch is not None and self._watch.find_change() is not None
         if is_empty and (counts or has_changed):
             # The other ranks wait for this one: it takes part when an optimizer or the caller asks for gradients.

@@ -198,7 +198,7 @@ def test_a_launch_by_the_caller_that_fails_is_told_by_the_name_of_the_call(shard
     switches = {"use_distributed_optimizer": sharded, "overlap_grad_reduce": False, "finish": "explicit"}
     ranks = Ranks(2, Weights("ab"), bucket_size=1, **switches)
     recorder = LaunchesFail()
-    ranks.ddps[FAULTY].communicator.progress.recorders = (recorder,)
+    ranks.ddps[FAULTY].communicator.recorders.active = (recorder,)
 
     def run(rank, ddp):
         ddp(a=1.0, b=1.0).backward()
@@ -224,7 +224,7 @@ def test_a_launch_that_fails_at_the_end_of_a_backward_is_told_as_a_failure_of_th
 
     ranks = Ranks(2, Weights("ab"), prepare=compute_apart, finish="explicit", bucket_size=1)
     recorder = LaunchesFail()
-    ranks.ddps[FAULTY].communicator.progress.recorders = (recorder,)
+    ranks.ddps[FAULTY].communicator.recorders.active = (recorder,)
 
     def run(rank, ddp):
         def compute(_):
@@ -319,9 +319,9 @@ def test_where_all_have_agreed_on_it_the_step_is_dropped_without_a_word_and_coun
         optimizer = optimizer_of(ddp)
         ddp(a=1.0, b=1.0).backward()
         ddp.finish_grad_sync()
-        num_launched = ddp.communicator.progress.num_launched
+        num_launched = ddp.communicator.launches.last
         ddp.sync.give_up_update("another part has failed", is_agreed=True)
-        is_silent = ddp.communicator.progress.num_launched == num_launched
+        is_silent = ddp.communicator.launches.last == num_launched
         with pytest.raises(PhaseError, match="gradients of this step are not usable"):
             optimizer.step()
         return str(ddp.last_error), is_silent, ddp.sync.step

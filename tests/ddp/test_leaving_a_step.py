@@ -388,7 +388,7 @@ def test_phases_are_told_with_their_steps_also_of_one_that_is_dropped(sharded):
     ranks = Ranks(2, Weights("ab"), use_distributed_optimizer=sharded, bucket_size=1)
     recorders = [Phases(), Phases()]
     for ddp, recorder in zip(ranks.ddps, recorders, strict=True):
-        ddp.communicator.progress.recorders = (recorder,)
+        ddp.communicator.recorders.active = (recorder,)
 
     def run(rank, ddp):
         optimizer = optimizer_of(ddp)
