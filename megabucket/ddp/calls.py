@@ -123,7 +123,7 @@ def making(step: CallingStep, label: str) -> Iterator[CollectiveCall]:
     try:
         with opening(agree) as call:
             yield call
-        if before is not None:
+        if before is not None:  # otherwise the block has caught the error of its call
             step.leave_call(before)
     except BaseException as error:
         step.fail_in_call(label, error)
