@@ -182,6 +182,10 @@ def _serve(connection: Connection, rank: int, num_ranks: int, directory: str) ->
         except Exception as error:
             answer = pickle.dumps((True, (traceback.format_exc(), _if_picklable(error))))
         connection.send_bytes(answer)
+    # Threads of a group live as long as anything refers to it. One that releases the tensors of the last collective, perhaps of
+    # torch's own DDP, while the interpreter shuts down aborts the process.
+    groups.clear()
+    gc.collect()
     dist.destroy_process_group()
 
 
