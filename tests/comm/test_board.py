@@ -200,20 +200,18 @@ def test_a_wait_that_is_over_leaves_nothing_on_the_board(wrappers):
         assert waiting.result(5.0) is None
 
 
+def first_of_two(store):
+    """The heartbeat of the first of two ranks, of which the other does not come."""
+    state, launches = RankState(), LaunchCount()
+    return Heartbeat(store, rank=0, members=(0, 1), state=state, launches=launches, every_s=0.2, is_wanted=lambda: True)
+
+
 def test_what_a_rank_left_on_the_board_before_a_restart_is_no_circle_with_one_that_has_come_again():
     store = dist.HashStore()
     before = Wrapper(dist.PrefixStore("attempt 0", store), (0, 1), "dp")
     before.heartbeats[1].block("fence")
     assert before.heartbeats[1].ask(5.0) is not None
-    early = Heartbeat(
-        dist.PrefixStore("attempt 1", store),
-        rank=0,
-        members=(0, 1),
-        state=RankState(),
-        launches=LaunchCount(),
-        every_s=0.2,
-        is_wanted=lambda: True,
-    )
+    early = first_of_two(dist.PrefixStore("attempt 1", store))
     watch = PeerWatch(early, PATIENT, group_timeout_s=2.5, on_loss=lambda: None)
 
     with pytest.raises(PeerLostError, match="has not wrapped its module yet"):  # and not that ranks wait for one another
@@ -238,15 +236,7 @@ def test_an_interrupted_rank_ends_the_waits_of_the_others_in_its_words(wrappers)
 
 
 def test_a_rank_that_never_wraps_is_named_when_the_time_of_the_group_is_over():
-    heartbeat = Heartbeat(
-        dist.HashStore(),
-        rank=0,
-        members=(0, 1),
-        state=RankState(),
-        launches=LaunchCount(),
-        every_s=0.2,
-        is_wanted=lambda: True,
-    )
+    heartbeat = first_of_two(dist.HashStore())
     watch = PeerWatch(heartbeat, PATIENT, group_timeout_s=0.5, on_loss=lambda: None)
     started_s = time.monotonic()
 
