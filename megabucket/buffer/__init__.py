@@ -1,7 +1,7 @@
 """Contiguous buffers, buckets and bucket groups: memory and its phases."""
 
 from megabucket.buffer.bucket_group import _ParamAndGradBucketGroup
-from megabucket.buffer.grad_slot import WithheldGrad
+from megabucket.buffer.grad_slot import CHECK_AND_UNSCALE, GradState, Unscale, WithheldGrad
 from megabucket.buffer.param_and_grad_buffer import (
     ParamAndGradBuffer,
     dtype_name,
@@ -12,9 +12,12 @@ from megabucket.buffer.param_and_grad_buffer import (
 from megabucket.buffer.phases import GradPhase, ParamPhase
 
 __all__ = [
+    "CHECK_AND_UNSCALE",
     "GradPhase",
+    "GradState",
     "ParamAndGradBuffer",
     "ParamPhase",
+    "Unscale",
     "WithheldGrad",
     "_ParamAndGradBucketGroup",
     "dtype_name",

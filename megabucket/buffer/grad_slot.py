@@ -22,13 +22,21 @@ tied weight) counts. Kernels that ask before they write (``megabucket.fused``) n
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from megabucket.errors import PhaseError
+
+CHECK_AND_UNSCALE: Final = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+"""The operation of ``torch.amp.GradScaler``: set a flag if a gradient is not finite, and multiply all of them."""
+
+Unscale = weakref.ReferenceType[Callable[[torch.Tensor, torch.Tensor], None]]
+"""A weak reference to the function that unscales on all ranks: from a scaler's flag for non-finite gradients, and 1 / scale.
+Weak, because a cycle through ``param.grad`` is never collected."""
 
 
 class GradState(enum.Enum):
@@ -271,6 +279,10 @@ class WithheldGrad(torch.Tensor):
     gradient there, they would work on one rank's part of it, in memory that a collective may own. It has no memory of its own.
     See docs/decisions/gradients.md.
 
+    The one operation of ``torch.amp.GradScaler`` goes to the optimizer, for all gradients at once: ranks have different parts
+    and would find different results. A float16 gradient says that it is float32, because a scaler refuses float16 and the
+    optimizer unscales in float32.
+
     Args:
         like: the tensor that it replaces.
         what: its name in error texts.
@@ -286,10 +298,13 @@ class WithheldGrad(torch.Tensor):
     _reason: str
     _like: torch.Tensor
     _accumulates: Callable[[], bool]
+    unscale: Unscale | None = None
+    """Handles the call of a scaler; ``None`` without an optimizer that does."""
 
     def __new__(cls, like: torch.Tensor, *, what: str, reason: str, accumulates: Callable[[], bool]) -> WithheldGrad:  # noqa: PYI034 - Python 3.10 has no Self
         """Create a tensor without memory."""
-        made = _without_memory(cls, like, dtype=like.dtype, device=like.device)
+        dtype = torch.float32 if like.dtype is torch.float16 else like.dtype
+        made = _without_memory(cls, like, dtype=dtype, device=like.device)
         made._what, made._reason, made._like, made._accumulates = what, reason, like, accumulates
         return made
 
@@ -305,11 +320,16 @@ class WithheldGrad(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Let autograd accumulate and ``module.to()`` convert; refuse everything else.
+        """Let autograd accumulate, ``module.to()`` convert and a scaler unscale; refuse everything else.
 
         Raises:
             PhaseError: the gradient is used.
         """
+        if func is CHECK_AND_UNSCALE:
+            references = [grad.unscale for grad in args[0] if isinstance(grad, WithheldGrad)]
+            unscale = None if references[0] is None else references[0]()
+            if unscale is not None:
+                return unscale(*args[1:])
         if func is torch.ops.aten._to_copy.default and kwargs is not None:
             return args[0]._converted(**kwargs)
         if torch._C._current_graph_task_id() >= 0 and isinstance(args[0], WithheldGrad):

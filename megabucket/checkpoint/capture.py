@@ -388,9 +388,7 @@ def members_by_name(optimizer: torch.optim.Optimizer | None, names: GlobalNames)
         OptimizerParametersError: a parameter is not the module's.
     """
     groups: Sequence[Sequence[torch.Tensor]] = []
-    if isinstance(optimizer, DistributedOptimizer):
-        groups = optimizer.sharding.members.by_group()
-    elif optimizer is not None:
+    if optimizer is not None:
         groups = [group["params"] for group in optimizer.param_groups]
     foreign = [
         f"group {index}, parameter {position}, shape {tuple(param.shape)}"

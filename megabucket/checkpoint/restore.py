@@ -515,7 +515,7 @@ class _OptimizerLoad:
         values: dict[torch.Tensor, dict[str, Any]] = {}
         mains: dict[torch.Tensor, torch.Tensor] = {}
         dtypes: dict[torch.Tensor, torch.dtype] = {}
-        members = zip(optimizer.sharding.members.by_group(), self.groups, strict=True)
+        members = zip([group["params"] for group in optimizer.param_groups], self.groups, strict=True)
         for param, group in ((param, group) for params, group in members for param in params):
             if param in optimizer.ddp.param_names:
                 continue

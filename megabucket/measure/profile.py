@@ -27,7 +27,6 @@ from megabucket.errors import ConfigError, PhaseError
 from megabucket.measure.profile_steps import Event, EventKind, Step, WorkloadProfile, reduce_steps, split_steps
 from megabucket.measure.program import Trainee, TrainingProgram, WorkloadFunction, make_program, trainable_specs
 from megabucket.measure.ranks import Note, Ranks, check_writable, machine_facts, silent
-from megabucket.optim import DistributedOptimizer
 from megabucket.planning.run_config import RunConfig
 from megabucket.planning.workload import model_fingerprint, wire_bytes
 from megabucket.trace.clock import HostClock, Stamp
@@ -62,7 +61,7 @@ class WorkloadProfiler:
         wrappers = (DistributedDataParallel, torch.nn.parallel.DistributedDataParallel)
         self._module: torch.nn.Module = model.module if isinstance(model, wrappers) else model
         self._config = config or DistributedDataParallelConfig()
-        self._optimizer = optimizer.torch_optimizer if isinstance(optimizer, DistributedOptimizer) else optimizer
+        self._optimizer = optimizer
         self.warmup_steps = warmup_steps
         self._params = {name: param for name, param in self._module.named_parameters() if param.requires_grad}
         if not self._params:

@@ -48,7 +48,7 @@ class ShardedEMA:
         """Add this rank's shard of the weights. The average begins with the weights after their first update."""
         sharding = self._optimizer.sharding
         for shard in sharding.shards:
-            state = self._optimizer.state[shard.main]
+            state = sharding.twin.state[shard.main]
             if _KEY in state:
                 state[_KEY].lerp_(shard.main, 1 - self._decay)
             elif sharding.has_stepped:

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import torch
 
+from megabucket.ddp.optimizer_guard import SteppingForWrapper
 from megabucket.ddp.report import describe
 from megabucket.ddp.step import UPDATING, StepState
 from megabucket.errors import ConfigError
@@ -28,7 +29,7 @@ from megabucket.optim.norm import check_norm_settings
 _FAILED: Final = (StepState.GIVING_UP, StepState.BROKEN)
 
 
-class ChainedOptimizer(torch.optim.Optimizer):
+class ChainedOptimizer(SteppingForWrapper):
     """Steps several ``DistributedOptimizer`` together.
 
     An optimizer with a ``clip_grad`` of its own is clipped by its own norm and left out of the common norm.
@@ -188,7 +189,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
                 optimizer.zero_grad(set_to_none=set_to_none)
 
     @torch.no_grad()
-    def unscale_grads(self, inv_scale: float | torch.Tensor) -> bool:
+    def unscale_grads(self, inv_scale: float | torch.Tensor, *, in_buffer: bool = False) -> bool:
         """Finish all gradient syncs and multiply the gradients; return whether the step is skipped: of all wrappers, or none.
 
         As ``DistributedOptimizer.unscale_grads``, for the same loss scalers.
@@ -196,7 +197,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
         self.answered = None
         with self._all_or_none() as agreed:
             for optimizer in self.optimizers:
-                optimizer.unscale_grads(inv_scale)
+                optimizer.unscale_grads(inv_scale, in_buffer=in_buffer)
                 agreed.append(optimizer)
         if reason := self._find_reason():
             self.last_step = self._skip(reason)

@@ -1,11 +1,11 @@
-"""``DistributedOptimizer``: any elementwise torch optimizer on this rank's flat float32 shards (ZeRO-1)."""
+"""``DistributedOptimizer``: a torch optimizer over whole parameters that steps on this rank's flat float32 shards (ZeRO-1)."""
 
 from __future__ import annotations
 
 import math
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -14,17 +14,19 @@ from typing import Any, Final, Literal, Protocol, TypeVar, overload
 
 import torch
 
+from megabucket.buffer import CHECK_AND_UNSCALE
 from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.backward import refuse_in_backward
-from megabucket.ddp.optimizer_guard import check_learning_rates
+from megabucket.ddp.optimizer_guard import SteppingForWrapper, check_learning_rates
 from megabucket.ddp.report import Hyperparameters, read_hyperparameters
 from megabucket.ddp.step import AGREED, REPORTED, UPDATING, StepState
 from megabucket.errors import ConfigError, PhaseError, UnreducedGradientsError, name_list, refuse_copies
 from megabucket.optim.kernels import find_kernels
 from megabucket.optim.norm import GlobalNorm, check_norm_settings, clip_by_norm
 from megabucket.optim.sharding import Sharding
-from megabucket.optim.shards import CHECK_AND_UNSCALE, MainShard
+from megabucket.optim.shards import MainShard
 from megabucket.optim.state_dict import pack
+from megabucket.optim.twin import check_step_is_of_class
 
 _Loss = TypeVar("_Loss")
 _grad: Final = attrgetter("grad")
@@ -58,22 +60,23 @@ class Unscaling(Protocol):
 
     answered: weakref.ref[torch.Tensor] | None
 
-    def unscale_grads(self, inv_scale: float | torch.Tensor) -> bool:
+    def unscale_grads(self, inv_scale: float | torch.Tensor, *, in_buffer: bool = False) -> bool:
         """Finish the gradient sync and multiply the gradients; return whether all ranks skip the step."""
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(SteppingForWrapper):
     """Step on this rank's shards and gather the result.
 
-    The given optimizer keeps its hyperparameters, its groups and its class; only the tensors in ``group["params"]`` are
-    replaced, in place, by flat float32 shards. Schedulers work on either optimizer, built before or after.
+    It is a torch optimizer with the groups of the given one: the same dicts, with the parameters of the module. Schedulers,
+    hooks and ``add_param_group`` work on either, and ``state`` is by parameter. The given optimizer is not changed; a twin of
+    it, of the same class and with the same hyperparameters, steps on flat float32 shards.
 
     With ``use_distributed_optimizer=False`` each rank steps on all parameters. This adds float32 main parameters for 16-bit
     models, clipping and the step result to a plain optimizer.
 
     Args:
         torch_optimizer: over all trainable parameters of the wrapped module, each once. Its state, from steps or a
-            checkpoint of plain torch, is kept.
+            checkpoint of plain torch, moves here.
         ddp: the wrapped module.
         clip_grad: clip gradients to this global norm; 0 switches clipping off.
         norm_type: p of the p-norm, at least 1; infinite for the largest magnitude, which is infinite if a gradient is nan.
@@ -112,9 +115,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         returns_num_zeros: bool = False,
         kernels: Literal["torch", "apex"] = "torch",
     ) -> None:
-        # No super().__init__(): this object forwards to torch_optimizer, which owns groups, state and defaults.
+        super().__init__([{"params": []}], torch_optimizer.defaults)
         self.torch_optimizer = torch_optimizer
         self.ddp = ddp
+        self.param_groups = torch_optimizer.param_groups
+        vars(self).update({name: hooks for name, hooks in vars(torch_optimizer).items() if name.startswith("_optimizer_")})
         self._is_sharded = ddp.policy.is_sharded
         self.sharding = Sharding(torch_optimizer, ddp, weakref.WeakMethod(self._answer_scaler))
         """The shards, for checkpoints."""
@@ -130,8 +135,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.clip_grad = float(clip_grad)
         self.last_step: StepResult | None = None
         """The result of the last finished call of ``step``, also if a loss scaler has skipped the call."""
-        # Changes to the reduced gradients of one step; with any, the gradients of the shards are loaded already.
-        self._changes: tuple[tuple[str, float], ...] = ()
+        self._changes: tuple[tuple[str, float], ...] = ()  # to the reduced gradients of one step
+        self._has_loaded = False  # the gradients of the shards, for such a change
         self._changed_step = -1
         self._versions: list[int] = []  # of the 16-bit gradients that were widened for it
         self.answered: weakref.ref[torch.Tensor] | None = None
@@ -186,37 +191,36 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._begin_on_shards()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters that are in no group yet.
+        """Add a group of parameters that are in no group yet, as the given optimizer does.
 
         They get shards at the next ``ddp.rebuild()``. Until then ``step`` is refused if one of them is trainable.
-
-        Raises:
-            OptimizerParametersError: one of the parameters is in a group already.
         """
-        self.sharding.members.add_group(param_group)
+        if "torch_optimizer" in vars(self):  # not yet in torch's constructor
+            self.torch_optimizer.add_param_group(param_group)
 
-    # Attributes of the torch optimizer #
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of the torch optimizer, with shards. Hyperparameters may be changed; the list may not be replaced."""
-        return self.torch_optimizer.param_groups
+    # As a torch optimizer #
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The state of the torch optimizer, by shard."""
-        return self.torch_optimizer.state
+    def state(self) -> Any:
+        """The state of this rank by parameter, a ``ParamState``. ``state_dict()`` has it whole."""
+        return self.sharding.state
+
+    @state.setter
+    def state(self, values: Mapping[Any, Any]) -> None:
+        if "sharding" in vars(self):  # torch's constructor sets an empty one before there are shards
+            self.sharding.state.clear()
+            self.sharding.state.update(values)
 
     def __getattr__(self, name: str) -> Any:
-        """Forward attributes that the constructor of ``torch.optim.Optimizer`` would set: defaults, hooks and the like."""
-        if name in ("torch_optimizer", "ddp"):
+        """Return attributes that only the given optimizer has, such as ``train`` and ``eval`` of schedule-free ones."""
+        if name in ("torch_optimizer", "sharding"):
             raise AttributeError(name)
         found = getattr(self.torch_optimizer, name)
-        return partial(self._switch_weights, name, found) if name in _SWITCHES else found
+        return partial(self._switch_weights, name, getattr(type(self.torch_optimizer), name)) if name in _SWITCHES else found
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _switch_weights(self, name: str, switch: Callable[[], object]) -> None:
+    def _switch_weights(self, name: str, switch: Callable[[torch.optim.Optimizer], object]) -> None:
         """Switch a schedule-free optimizer between weights for training and evaluation. A collective call.
 
         Raises:
@@ -228,7 +232,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with self.ddp.sync.call(f"{name}()") as call:
             self.sharding.settle(f"{name}()")
             call.open()
-            switch()
+            self.sharding.call_on_shards(switch)
             self.sharding.store_values()
             for group in self.ddp.sync.groups if self._is_sharded else ():
                 group.mark_params_stale()
@@ -269,6 +273,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 value = closure()
         sync = self.ddp.sync
+        if sync.is_between_steps and self.sharding.is_state_requested():
+            return self.sharding.make_state()
         self.prepare_step()
         needs_norm = self._computes_norm or self.clip_grad > 0
         measures_early = needs_norm and self._is_sharded and not self._changes
@@ -283,7 +289,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self.skip(sync.skip_reason)
             else:
                 with sync.failing_on_all_ranks("optimizer.step()", UPDATING):
-                    grads = list(map(_grad if self._changes else MainShard.load_grad, self.sharding.shards))
+                    grads = self.load_grads()
                     norm = math.nan
                     if needs_norm:
                         norm = self.global_norm.of(norms if measures_early else self.norms_of(grads))
@@ -317,7 +323,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         refuse_in_backward("a step of the optimizer")
         sync.check_not_dropped()
         if not self._has_changed_grads:
-            self._changes = ()  # to gradients that were cleared since
+            self._changes, self._has_loaded = (), False  # of gradients that were cleared since
         if sync.is_reduced and sync.state not in AGREED:
             raise PhaseError(
                 "step() was called twice on the same gradients, or on those of a step that a loss scaler has skipped on all "
@@ -331,11 +337,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._check_scaler_is_updated()
             if not self._has_norm and self.clip_grad > 0:
                 self.sharding.check_norm(is_wanted=True)
-            self.sharding.check_shards_are_untouched()
-            check_learning_rates(self.torch_optimizer.param_groups)
-            hyperparameters = read_hyperparameters(self.torch_optimizer.param_groups)
+            self.sharding.check_grads_are_untouched()
+            check_step_is_of_class(self.torch_optimizer)
+            check_learning_rates(self.param_groups)
+            hyperparameters = read_hyperparameters(self.param_groups)
             sync.counters.announce_update((*hyperparameters, ("clip_grad", float(self.clip_grad)), *self._changes, *also))
-            if self._changes:
+            if self._has_loaded:
                 self._check_nothing_is_lost()
             self.sharding.refresh()
         except Exception as error:
@@ -394,10 +401,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Return the norms of the gradients that count in the global norm.
 
         Args:
-            grads: of all shards. Unless they were changed, the buffers have the same values.
+            grads: of all shards. Unless they were loaded to be changed, the buffers have the same values.
         """
         in_buffers = chain.from_iterable(self.sharding.counted_grads.values())
-        return list(map(self.global_norm.of_grad, self._counted(grads) if self._changes else in_buffers))
+        return list(map(self.global_norm.of_grad, self._counted(grads) if self._has_loaded else in_buffers))
 
     def update(self, grads: list[torch.Tensor], norm: float, *, max_norm: float) -> None:
         """Clip, step on the shards and gather the parameters.
@@ -412,13 +419,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         try:
             if max_norm > 0:
                 clip_by_norm(grads, norm=norm, max_norm=max_norm, scale=self._kernels.scale)
-            for shard in self.sharding.stepped:
-                shard.main.grad = shard.grad
-            self.torch_optimizer.step()
-            self.sharding.has_stepped = True
+            self.sharding.step()
         finally:
-            for shard in self.sharding.stepped:
-                shard.withhold_grad()
             self.sharding.store_values()
         # Before a joint update the last fence has compared the hyperparameters; otherwise the next one does.
         sync.counters.note_update(() if sync.updates_jointly else sync.counters.hyperparameters)
@@ -450,7 +452,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # Reduced gradients before a step: loss scaling, and clipping by hand #
 
     @torch.no_grad()
-    def unscale_grads(self, inv_scale: float | torch.Tensor) -> bool:
+    def unscale_grads(self, inv_scale: float | torch.Tensor, *, in_buffer: bool = False) -> bool:
         """Finish the gradient sync and multiply the gradients; return whether all ranks skip the step.
 
         They do if a gradient of any rank is not finite. The step is then over and in ``last_step``, and ``zero_grad`` begins
@@ -458,6 +460,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Args:
             inv_scale: 1 / loss scale.
+            in_buffer: multiply 16-bit gradients where the caller reads them, in 16 bits, and not their float32 copies.
 
         Raises:
             ConfigError: infinite gradients are errors before a scaler sees them (``nonfinite_gradients="error"``).
@@ -476,7 +479,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self.is_unscaled:
             raise PhaseError("the gradients of this step were unscaled already; unscale them once per step().")
         with sync.failing_on_all_ranks("unscaling gradients", self._final_states):
-            grads = self._take_grads("unscale_grads()")
+            grads = self._take_grads("unscale_grads()", in_buffer=in_buffer)
             found_inf = torch.full((), float(bool(sync.skip_reason)), dtype=torch.float32, device=device)
             factor = torch.as_tensor(inv_scale, dtype=torch.float32, device=device)
             for grad in grads:  # a kernel takes one dtype
@@ -525,11 +528,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._changes = (*self._changes, ("clip_grad_norm_()", float(max_norm)), ("its norm_type", float(kind)))
         return _number(norm)
 
-    def _take_grads(self, call: str) -> list[torch.Tensor]:
+    def _take_grads(self, call: str, *, in_buffer: bool = False) -> list[torch.Tensor]:
         """Finish the gradient sync and return the gradients to change: widened copies of 16-bit ones, others in the buffers.
 
         Args:
             call: the change with its arguments, which must be the same on all ranks.
+            in_buffer: whether to return 16-bit gradients as well where they are.
         """
         sync = self.ddp.sync
         with sync.counters.comparing(call if sync.updates_jointly else ""):
@@ -537,13 +541,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 sync.vote_again()
             sync.finish()
         self._changed_step = sync.step
-        if not self._changes:
+        if in_buffer:
+            return [shard.buffer_grads for shard in self.sharding.shards]
+        if not self._has_loaded:
             self._versions = self._versions_of_widened()
-        return self.load_grads()
+        grads, self._has_loaded = self.load_grads(), True
+        return grads
 
     def load_grads(self) -> list[torch.Tensor]:
-        """Return the reduced gradients of all shards, 16-bit ones widened; changed gradients are not loaded again."""
-        return list(map(_grad if self._changes else MainShard.load_grad, self.sharding.shards))
+        """Return the reduced gradients of all shards, 16-bit ones widened; those that were changed are not loaded again."""
+        return list(map(_grad if self._has_loaded else MainShard.load_grad, self.sharding.shards))
 
     def _versions_of_widened(self) -> list[int]:
         """Return version counters of the 16-bit gradients; changes to them after widening would be lost."""
@@ -565,7 +572,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Unscale for a torch scaler, which calls once for each dtype with the same ``found_inf``."""
         asked = self.scaled_with or self
         if asked.answered is None or asked.answered() is not found_inf:
-            if asked.unscale_grads(inv_scale):
+            if asked.unscale_grads(inv_scale, in_buffer=not self._is_sharded):  # in all-reduce mode torch's own result
                 found_inf.fill_(1.0)
             asked.answered = weakref.ref(found_inf)
 
@@ -586,9 +593,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of whole parameters in torch's format, as of the optimizer without shards.
 
-        A collective call, between two steps; complete on every rank. A plain optimizer over the same parameters loads it. Main
-        parameters of 16-bit parameters are under a key of their own. If the state is too large for one rank's memory, use
-        ``save_checkpoint``, which gathers nothing.
+        A collective call, between two steps; complete on every rank. A plain optimizer over the same parameters loads it. The
+        float32 values of 16-bit parameters are in their state, as ``"main_param"``. If the state is too large for one rank's
+        memory, use ``save_checkpoint``, which gathers nothing.
 
         Raises:
             PhaseError: a step is open, or the optimizer is not the current one.

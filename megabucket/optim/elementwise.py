@@ -19,6 +19,7 @@ import torch
 
 from megabucket.errors import ConfigError
 from megabucket.optim.state_dict import AS_PLAIN, is_per_element
+from megabucket.optim.twin import unhooked_step
 
 _KNOWN: Final = frozenset(
     {
@@ -139,10 +140,7 @@ def _results(
 ) -> list[torch.Tensor]:
     """Step once with each of ``grads`` on values, cut by ``cut``; return the updated values for each kind of group, 1D."""
     tried = _copy_of(optimizer, cut(before))
-    step: Any = type(tried).step  # not ``tried.step``: schedulers and frameworks put a function of their own there
-    # Torch wraps it in a function that calls the hooks for all optimizers of the process, which need not see copies.
-    if getattr(step, "hooked", False) and step.__globals__["__name__"] == torch.optim.Optimizer.__module__:
-        step = step.__wrapped__
+    step = unhooked_step(tried)  # hooks for all optimizers of the process need not see copies
     for grad_values in grads:
         for group in tried.param_groups:
             for param, grad in zip(group["params"], cut(grad_values), strict=True):

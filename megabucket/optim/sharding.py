@@ -1,8 +1,8 @@
-"""How flat shards take the place of whole parameters in the groups of an optimizer, and give it back.
+"""The flat shards behind an optimizer over whole parameters.
 
-``GroupMembers`` knows which parameters are in which group, also while shards replace them. ``Sharding`` switches: wrapping an
-optimizer shards it; a rebuild restores whole parameters and shards them again for the new buffers. In between the torch
-optimizer is a plain one over whole parameters: a failure loses nothing.
+``GroupMembers`` knows which parameters were in which group when they were cut. ``Sharding`` makes the shards and the twin that
+steps on them, and moves state: wrapping an optimizer moves its state into shards; a rebuild moves it back and cuts it again for
+the new buffers. In between the given optimizer is a plain one with all of its state: a failure loses nothing.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any, Final, NamedTuple
 
 import torch
 
-from megabucket.buffer import GradPhase, ParamAndGradBuffer, WithheldGrad
+from megabucket.buffer import GradPhase, GradState, ParamAndGradBuffer, Unscale, WithheldGrad, view_like
 from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.groups import copies_key
 from megabucket.ddp.replicas import checksum
@@ -29,22 +30,25 @@ from megabucket.layout.segments import plan_segments
 from megabucket.optim.elementwise import check_elementwise
 from megabucket.optim.kernels import find_kernels
 from megabucket.optim.norm import check_norm_settings
-from megabucket.optim.shards import MAIN, MainShard, Placeholder, StatePiece, Unscale
+from megabucket.optim.param_state import MAIN_PARAM, ParamState
+from megabucket.optim.shards import MAIN, MainShard, ReducedGrad, StatePiece, main_dtype
 from megabucket.optim.state_dict import (
     ShardHolder,
     ShardState,
     StateCutter,
     WholeState,
     describe_shards,
+    is_per_element,
     set_groups,
     state_pieces,
     unpack,
     unshard,
 )
+from megabucket.optim.twin import call_on_twin, check_step_is_of_class, twin_of, unhooked_step
 
 _params: Final = itemgetter("params")
 _grad: Final = attrgetter("grad")
-_WITHHELD: Final = frozenset({WithheldGrad, type(None)})
+_WITHHELD: Final = frozenset({WithheldGrad})
 _NOT_IN_WRAPPER: Final = (
     "the optimizer has parameters that the wrapper does not hold, so their gradients are never reduced",
     "Build the optimizer over the wrapped parameters; before ddp.rebuild(), put new ones into the module or out of the group.",
@@ -59,70 +63,52 @@ _IN_NO_GROUP: Final = (
 
 
 class GroupMembers:
-    """The parameters of each group of one optimizer, in the caller's order.
-
-    The groups hold the parameters or stand-ins for them; ``replace`` and ``restore`` switch.
-    """
+    """The parameters of each group of one optimizer, in the caller's order."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._replaced: list[list[torch.nn.Parameter]] = []  # by group; none while groups hold the parameters
-        self._stand_ins: set[torch.nn.Parameter] = set()
+        self._cut: list[list[torch.nn.Parameter]] = []  # as they were cut into shards
         self._once_in_module: set[torch.nn.Parameter] = set()
 
     def by_group(self) -> list[list[torch.nn.Parameter]]:
-        """Return the parameters by group; parameters added since the last ``replace`` come last."""
-        members = [list(group) for group in self._replaced]
-        for index, group in enumerate(self._optimizer.param_groups):
-            if index == len(members):
-                members.append([])
-            known = set(members[index])
-            members[index] += [tensor for tensor in group["params"] if tensor not in self._stand_ins and tensor not in known]
-        return members
+        """Return the parameters by group."""
+        return list(map(list, map(_params, self._optimizer.param_groups)))
+
+    def are_as_cut(self) -> bool:
+        """Return whether the groups hold the parameters that were cut into shards, in the same order."""
+        groups = self._optimizer.param_groups
+        if len(groups) != len(self._cut):
+            return False
+        for group, known in zip(groups, self._cut, strict=True):
+            if len(group["params"]) != len(known) or not all(map(is_, group["params"], known)):
+                return False
+        return True
 
     def waiting(self) -> list[torch.nn.Parameter]:
         """Return added trainable parameters without a shard."""
-        in_groups = list(_tensors_in(self._optimizer))
-        if len(in_groups) == len(self._stand_ins):
-            return []  # the usual case costs nothing
-        return [tensor for tensor in in_groups if tensor not in self._stand_ins and tensor.requires_grad]
+        known = set(chain.from_iterable(self._cut))
+        return [tensor for tensor in chain.from_iterable(self.by_group()) if tensor not in known and tensor.requires_grad]
 
-    def add_group(self, group: dict[str, object]) -> None:
-        """Add a group to the optimizer; its parameters get shards at the next sharding.
+    def moved(self, names: Mapping[torch.nn.Parameter, str]) -> list[str]:
+        """Return the names of parameters that have left the group they were cut in."""
+        now = list(map(set, self.by_group()))
+        return [
+            names[param]
+            for index, of_group in enumerate(self._cut)
+            for param in of_group
+            if param in names and (index >= len(now) or param not in now[index])
+        ]
 
-        Raises:
-            OptimizerParametersError: some of its parameters are in a group already.
-        """
-        before = {tensor for members in self.by_group() for tensor in members}
-        self._optimizer.add_param_group(group)
-        added = self._optimizer.param_groups[-1]["params"]
-        twice = [f"parameter {index}, shape {tuple(tensor.shape)}" for index, tensor in enumerate(added) if tensor in before]
-        if twice:
-            del self._optimizer.param_groups[-1]
-            raise OptimizerParametersError(
-                problem="the added group has parameters that are in a group already, frozen ones included",
-                params=twice,
-                remedy="Leave them out; ddp.rebuild() alone shards parameters that were unfrozen.",
-            )
-
-    def replace(self, stand_ins: Sequence[tuple[int, torch.nn.Parameter]], params: Collection[torch.nn.Parameter]) -> None:
-        """Put stand-ins, given with their group's index, into the groups. Drop members that have left the module.
+    def note_cut(self, params: Collection[torch.nn.Parameter]) -> None:
+        """Note that the members were cut into shards. Drop those that have left the module: they keep old buffers alive.
 
         Args:
             params: all parameters of the module, frozen ones included.
         """
-        self._replaced = [[tensor for tensor in group if not self._has_left(tensor, params)] for group in self.by_group()]
-        self._once_in_module = {tensor for group in self._replaced for tensor in group if tensor in params}
-        self._stand_ins = {tensor for _, tensor in stand_ins}
-        for index, group in enumerate(self._optimizer.param_groups):
-            group["params"][:] = [tensor for group_index, tensor in stand_ins if group_index == index]
-
-    def restore(self) -> None:
-        """Put the parameters back into the groups."""
-        members = self.by_group()
-        self._replaced, self._stand_ins = [], set()
-        for group, of_group in zip(self._optimizer.param_groups, members, strict=True):
-            group["params"][:] = of_group
+        for group in self._optimizer.param_groups:
+            group["params"][:] = [tensor for tensor in group["params"] if not self._has_left(tensor, params)]
+        self._cut = self.by_group()
+        self._once_in_module = {tensor for group in self._cut for tensor in group if tensor in params}
 
     def _has_left(self, tensor: torch.nn.Parameter, params: Collection[torch.nn.Parameter]) -> bool:
         return tensor in self._once_in_module and tensor not in params
@@ -166,12 +152,12 @@ class _Cut(NamedTuple):
 
 
 class Sharding:
-    """The shards of one optimizer, and the state of parameters without a shard.
+    """The shards of one optimizer, the twin that steps on them, and the state of parameters without a shard.
 
     Args:
-        optimizer: over whole parameters, until ``shard`` is called.
+        optimizer: over whole parameters. Its own state is that of frozen parameters while there are shards.
         ddp: the wrapper of the parameters.
-        unscale: handles a loss scaler's call on the gradients of the shards.
+        unscale: handles a loss scaler's call on the gradients of the parameters.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, ddp: DistributedDataParallel, unscale: Unscale) -> None:
@@ -180,33 +166,42 @@ class Sharding:
         self._unscale = unscale
         self._is_sharded = ddp.policy.is_sharded
         self.members = GroupMembers(optimizer)
+        self.twin = twin_of(optimizer, [], defaultdict(dict))
+        """The optimizer that steps on the shards."""
+        self.state = ParamState(self)
         # For parameters without a shard, beside the optimizer's own state: see WholeState.
         self._main_values: dict[torch.Tensor, torch.Tensor] = {}
         self._dtypes: dict[torch.Tensor, torch.dtype] = {p: p.dtype for group in self.members.by_group() for p in group}
         self._buffers: list[ParamAndGradBuffer] = []  # where the shards lie
         self._num_value_changes = 0  # of the wrapper, when main values last were those of its parameters
-        optimizer.register_step_pre_hook(_refuse_withheld_grads)
         itself = weakref.ref(self)
+        optimizer.register_step_pre_hook(lambda held, *_: _refuse_step(itself, held))
         optimizer.register_state_dict_pre_hook(lambda held: _refuse_shards(itself, held, "state_dict()"))
         optimizer.register_load_state_dict_pre_hook(lambda held, _: _refuse_shards(itself, held, "load_state_dict()"))
         self.shards: list[MainShard] = []
         """Of this rank, in buffer order; none while the optimizer holds whole parameters."""
-        self.stepped: list[MainShard | Placeholder] = []
-        """The contents of the groups: the shards, and placeholders in groups without a shard on this rank."""
+        self._shard_of: dict[str, MainShard] = {}  # by parameter; not of those of which this rank has nothing
+        self._group_of: dict[str, int] = {}
         self.counted_grads: dict[int, list[torch.Tensor]] = {}
         """The gradients in the buffers that count in the norm, by index of the bucket group."""
         self.has_stepped = False
         """Whether the optimizer has stepped on these shards."""
         self._rounded: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # 16-bit parameters, and their main values
 
-    def _cut(self, whole: WholeState, held: Mapping[str, torch.Tensor] | None = None) -> _Cut:
+    def _cut(
+        self,
+        whole: WholeState,
+        held: Mapping[str, torch.Tensor] | None = None,
+        held_numels: Mapping[torch.Tensor, int] | None = None,
+    ) -> _Cut:
         """Cut parameters and state for the buffers as they are now. Changes nothing.
 
         Args:
             held: see ``StateCutter.restore_main_values``.
+            held_numels: see ``StateCutter``.
         """
         params = {name: param for param, name in self._ddp.param_names.items()}
-        cutter = StateCutter(whole, params)
+        cutter = StateCutter(whole, params, held_numels or {})
         signature_of = {name: cutter.signature(name) for name in params}
         group_of = self.members.by_name(self._ddp)
         shards = self._make_shards(group_of, signature_of)
@@ -237,7 +232,7 @@ class Sharding:
         counts = {name: ranks.counts(identities[name], is_sharded=is_sharded) for name in self._ddp.param_names.values()}
         signatures = {name: (counts[name], signature_of.get(name)) for name in counts}
         return [
-            MainShard(segment, buffer, counts=counts[segment.params[0]], unscale=self._unscale)
+            MainShard(segment, buffer, counts=counts[segment.params[0]])
             for buffer in self._ddp.param_and_grad_buffers
             for segment in plan_segments(
                 buffer.layout,
@@ -249,24 +244,27 @@ class Sharding:
         ]
 
     def _take(self, cut: _Cut) -> None:
-        """Replace the parameters by shards. Parameters without a shard keep their state; those gone from the module lose it."""
-        ddp, state = self._ddp, self._optimizer.state
-        empty = set(range(len(self._optimizer.param_groups))).difference(shard.segment.group for shard in cut.shards)
-        device = ddp.param_and_grad_buffers[0].param_data.device
-        placeholders = {index: Placeholder(device=device, unscale=self._unscale) for index in sorted(empty)}
-        stand_ins = [(shard.segment.group, shard.main) for shard in cut.shards]
-        stand_ins += [(index, placeholder.main) for index, placeholder in placeholders.items()]
-        self.members.replace(stand_ins, set(ddp.module.parameters()))
+        """Make a twin that steps on these shards. Parameters without a shard keep their state."""
+        ddp, given = self._ddp, self._optimizer
+        self.members.note_cut(set(ddp.module.parameters()))
         # Python copies and pickles an object by this method, also one that belongs to the object alone.
-        self._optimizer.__getstate__ = partial(_refuse_copies, weakref.ref(self), weakref.ref(self._optimizer))  # type: ignore[method-assign]
+        given.__getstate__ = partial(_refuse_copies, weakref.ref(self), weakref.ref(given))  # type: ignore[method-assign]
         staying = self._others()
-        for key in [key for key in state if isinstance(key, torch.Tensor) and key not in staying]:
-            del state[key]
-        state.update({main: values for main, values in cut.state.items() if values})
+        for key in [key for key in given.state if isinstance(key, torch.Tensor) and key not in staying]:
+            del given.state[key]
         self._main_values = {param: values for param, values in self._main_values.items() if param in staying}
         self._dtypes = {param: dtype for param, dtype in self._dtypes.items() if param in staying}
-        self.shards, self.stepped = cut.shards, [*cut.shards, *placeholders.values()]
-        self.has_stepped = False
+        groups: list[dict[str, Any]] = [{**group, "params": []} for group in given.param_groups]
+        for shard in cut.shards:
+            groups[shard.segment.group]["params"].append(shard.main)
+        for group in groups:
+            if not group["params"]:
+                group["params"].append(_placeholder(ddp.param_and_grad_buffers[0].param_data.device))
+        state = defaultdict(dict, {main: values for main, values in cut.state.items() if values})
+        self.twin = twin_of(given, groups, state)
+        self.shards, self.has_stepped = cut.shards, False
+        self._shard_of = {name: shard for shard in cut.shards for name in shard.segment.params}
+        self._group_of = self.members.by_name(ddp)
         self._buffers = ddp.param_and_grad_buffers
         self.counted_grads = {group.index: [] for group in ddp.bucket_groups}
         index_of = {slot.name: group.index for group in ddp.bucket_groups for slot in group.slots}
@@ -277,6 +275,40 @@ class Sharding:
         self._rounded = [shard.model_values for shard in with_main], [shard.main for shard in with_main]
         # Weights loaded after this point reach the main parameters at the next step.
         self._num_value_changes = ddp.num_value_changes
+
+    def step(self, *, skipped: Container[str] = ()) -> None:
+        """Step the twin on the gradients of the shards.
+
+        Args:
+            skipped: parameters to leave as they are; each has a shard of its own.
+        """
+        for shard in self.shards:
+            shard.main.grad = None if shard.segment.params[0] in skipped else shard.grad
+        self.call_on_shards(unhooked_step(self._optimizer))
+        for shard in self.shards:
+            shard.main.grad = None
+        self.has_stepped = True
+
+    def call_on_shards(self, method: Callable[[torch.optim.Optimizer], object]) -> None:
+        """Call a method of the given optimizer's class that writes to its parameters."""
+        call_on_twin(method, self._optimizer, self.twin)
+
+    def is_state_requested(self) -> bool:
+        """Return whether torch's state-dict API calls ``step`` to make state: all rates and all gradients are zero."""
+        rates = [group["lr"] for group in self._optimizer.param_groups if "lr" in group]
+        if any(map(bool, rates)):
+            return False
+        grads = [(slot, slot.param.grad) for buffer in self._buffers for slot in buffer.slots.values()]
+        return all(type(grad) is torch.Tensor and grad is not slot.in_buffer and not grad.any() for slot, grad in grads)
+
+    def make_state(self) -> None:
+        """Step the twin on gradients of zero, as torch does with a plain optimizer. Ranks need not agree on that."""
+        self.check_is_current()
+        for shard in self.shards:
+            shard.main.grad = torch.zeros_like(shard.main)
+        self.call_on_shards(unhooked_step(self._optimizer))
+        for shard in self.shards:
+            shard.main.grad = None
 
     @torch.no_grad()
     def store_values(self) -> None:
@@ -290,7 +322,7 @@ class Sharding:
         torch.autograd.graph.increment_version(self._ddp.param_names)
 
     def undo(self) -> None:
-        """Put whole parameters with their state back into the groups. A collective call; a second one does nothing.
+        """Give the state of whole parameters back to the given optimizer. A collective call; a second one does nothing.
 
         Raises:
             OptimizerParametersError: the state of a shard cannot be split by parameter. Nothing was changed.
@@ -298,17 +330,15 @@ class Sharding:
         """
         if not self._buffers:
             return
-        state = self._optimizer.state
-        found = unshard(self.shards, state, self.holder)
-        for shard in self.shards:
-            state.pop(shard.main, None)
-        state.update(found.values)
+        self.state.fold()
+        found = unshard(self.shards, self.twin.state, self.holder)
+        self._optimizer.state.update(found.values)
         self._main_values |= found.main_values
         self._dtypes |= found.dtypes
-        self.members.restore()
         vars(self._optimizer).pop("__getstate__", None)
         self.shards, self._buffers = [], []
         self.counted_grads.clear()
+        self.twin = twin_of(self._optimizer, [], defaultdict(dict))
 
     def shard(self, settings: Mapping[str, Any], *, label: str) -> None:
         """Replace the parameters by shards, with their state and earlier main values. A collective call.
@@ -333,10 +363,25 @@ class Sharding:
             numbers = read_hyperparameters(self._optimizer.param_groups, waits=True)
             cut = self._cut(WholeState(self._optimizer.state, self._main_values, self._dtypes))
             check_elementwise(self._optimizer)  # after the errors about its parameters
+            check_step_is_of_class(self._optimizer)
             own = [f"{name}={float(value) if type(value) is int else value}" for name, value in settings.items()]
             call.by_group = self._by_group(cut.entries, (type(self._optimizer).__name__, *own, *texts_of([numbers])))
             call.open()
             self._take(cut)
+            self._watch_scalers()
+
+    def _watch_scalers(self) -> None:
+        """Let gradients that a loss scaler meets call the optimizer: withheld ones, and one reduced one of each dtype."""
+        for buffer in self._ddp.param_and_grad_buffers:
+            for slot in buffer.slots.values():
+                if slot.withheld is not None:
+                    slot.withheld.unscale = self._unscale
+            if not self._is_sharded and buffer.slots:
+                first = next(iter(buffer.slots.values()))
+                shown = ReducedGrad.over(first.in_buffer, self._unscale)
+                if first.param.grad is first.in_buffer:
+                    first.param.grad = shown
+                first.in_buffer = shown
 
     def check_norm(self, *, is_wanted: bool) -> bool:
         """Return whether a norm over these parameters can be computed.
@@ -354,6 +399,8 @@ class Sharding:
     def refresh(self) -> None:
         """Bring parameters and main parameters up to date with the last step, or a later load."""
         self._ddp.finish_param_sync()  # a gather that no forward has waited for may still be running
+        if self.state.is_shown:
+            self.state.fold()
         if self._num_value_changes != self._ddp.num_value_changes:
             self.reload()
 
@@ -399,11 +446,11 @@ class Sharding:
 
     def state_pieces(self) -> Iterator[StatePiece]:
         """Return the values per element of all shards, main values included, by parameter and key. Local."""
-        return state_pieces(self.shards, self._optimizer.state)
+        return state_pieces(self.shards, self.twin.state)
 
     def describe(self) -> list[Any]:
         """Return descriptions of the state of all shards, as ``describe_shards``."""
-        return describe_shards(self.shards, self._optimizer.state)
+        return describe_shards(self.shards, self.twin.state)
 
     def whole_state(self) -> WholeState:
         """Return the state of all parameters, on every rank. A collective call; changes nothing.
@@ -412,7 +459,7 @@ class Sharding:
             OptimizerParametersError: the state of a shard cannot be split by parameter.
             PeerFailedError: another rank has failed.
         """
-        found = unshard(self.shards, self._optimizer.state, self.holder._replace(label="state_dict()"))
+        found = unshard(self.shards, self.twin.state, self.holder._replace(label="state_dict()"))
         kept = self.state_of_others
         beside = {key: value for key, value in self._optimizer.state.items() if not isinstance(key, torch.Tensor)}
         return WholeState(
@@ -492,52 +539,100 @@ class Sharding:
                 "whole parameters back: call ddp.rebuild() on every rank, or use the torch optimizer and the module after "
                 "ddp.detach()."
             )
-        waiting = self.members.waiting()
-        if waiting:
+        if self.members.are_as_cut():
+            return
+        if waiting := self.members.waiting():
             names = {param: name for name, param in self._ddp.module.named_parameters()}
             shown = [names.get(param, f"one of shape {tuple(param.shape)}, not in the module") for param in waiting]
             raise PhaseError(
                 f"trainable parameters were added to the optimizer and have no shard yet: {name_list(shown)}. Their gradients "
                 "are not reduced, so they would be updated differently on every rank. Call ddp.rebuild() on every rank."
             )
+        if moved := self.members.moved(self._ddp.param_names):
+            raise PhaseError(
+                f"{name_list(moved)} have left their parameter group since the optimizer was wrapped, and would be updated "
+                "with its hyperparameters all the same. To change groups, call ddp.rebuild() on every rank afterwards; to stop "
+                "updates, freeze parameters with requires_grad_(False) and call ddp.rebuild(), or set the group's learning "
+                "rate to 0."
+            )
 
-    def check_shards_are_untouched(self) -> None:
-        """Refuse a step after shards have left the groups or gradients were replaced to no effect.
+    def check_grads_are_untouched(self) -> None:
+        """Refuse a step after gradients were cleared or replaced to no effect.
 
         Raises:
-            PhaseError: a shard is not in its group, or its gradient was cleared or replaced since the last step; or the
-                gradient of a parameter was replaced after it was sent.
+            PhaseError: the gradient of a parameter was cleared in this step, or replaced after it was sent.
         """
         for group in self._ddp.sync.groups if self._is_sharded else ():
-            if group.grad_phase is GradPhase.ACCUMULATING or _WITHHELD.issuperset(map(type, map(_grad, group.params))):
+            if _WITHHELD.issuperset(map(type, map(_grad, group.params))):
                 continue
+            is_sent = group.grad_phase is not GradPhase.ACCUMULATING
             for slot in group.slots:
                 grad = slot.param.grad
-                if not (grad is None or grad is slot.in_buffer or type(grad) is WithheldGrad):
+                if grad is None and (slot.state is GradState.HELD or (is_sent and slot.name not in group.missing)):
+                    raise PhaseError(
+                        f"the gradient of {slot.name!r} was cleared between backward and step(), to no effect or a wrong one: "
+                        "zero_grad() of the torch optimizer or of the module does so. Call zero_grad() of the "
+                        "DistributedOptimizer, after step()."
+                    )
+                if is_sent and not (grad is None or grad is slot.in_buffer or type(grad) is WithheldGrad):
                     raise PhaseError(
                         f"the gradient of {slot.name!r} was replaced after it was sent, to no effect: gradients are "
                         "reduce-scattered while backward runs. Replace it before step() with overlap_grad_reduce=False, when "
                         "step() sends gradients, or with use_distributed_optimizer=False."
                     )
-        held = list(map(set, map(_params, self._optimizer.param_groups)))
-        touched = None
-        for shard in self.shards:
-            index = shard.segment.group
-            if index >= len(held) or shard.main not in held[index]:
-                raise PhaseError(
-                    f"the flat shard of {name_list(shard.segment.params)} is no longer in parameter group {index} of the "
-                    "optimizer, so it would never be updated again. Do not remove tensors from the groups: freeze parameters "
-                    "with requires_grad_(False) and call ddp.rebuild(), or set the group's learning rate to 0."
-                )
-            if shard.main.grad is not shard.withheld:
-                touched = shard
-                shard.withhold_grad()
-        if touched is not None:
-            raise PhaseError(
-                f"the gradient of a flat shard ({name_list(touched.segment.params)}) was cleared or replaced between two "
-                "steps, to no effect: a DistributedOptimizer steps on the reduced gradients in the buffers. Call its "
-                "zero_grad(), not the torch optimizer's; change gradients of the model's parameters before the sync."
-            )
+
+    # By parameter, for ``optimizer.state`` #
+
+    @property
+    def loose(self) -> MutableMapping[Any, Any]:
+        """State that is in no shard: of frozen parameters, and under keys that are no parameters."""
+        return self._optimizer.state
+
+    @property
+    def flat_params(self) -> Mapping[torch.nn.Parameter, str]:
+        """The parameters whose state is in shards."""
+        return self._ddp.param_names if self._buffers else {}
+
+    def has_state(self, param: torch.nn.Parameter) -> bool:
+        """Return whether a step or a load has made state for a parameter."""
+        return bool(self.twin.state.get(self._main_of(self._ddp.param_names[param])))
+
+    def _main_of(self, name: str) -> torch.nn.Parameter:
+        """Return the tensor with the state of a parameter; one of the same group where this rank has nothing of it."""
+        shard = self._shard_of.get(name)
+        main: torch.nn.Parameter = self.twin.param_groups[self._group_of[name]]["params"][0] if shard is None else shard.main
+        return main
+
+    def read(self, param: torch.nn.Parameter) -> dict[str, Any]:
+        """Return this rank's state of a parameter: views of flat tensors, and copies of numbers."""
+        name = self._ddp.param_names[param]
+        main, shard = self._main_of(name), self._shard_of.get(name)
+        state = self.twin.state.get(main) or {}
+        flats = {key: value.detach() for key, value in state.items() if is_per_element(key, value, main)}
+        found = {key: flats[key][:0] if key in flats else copy.deepcopy(value) for key, value in state.items()}
+        if main_dtype(param.dtype) != param.dtype:
+            found[MAIN_PARAM] = main.detach()[:0]
+        for piece in () if shard is None else shard.pieces_of(name, {**flats, **shard.own_values}):
+            is_whole, like = piece.in_param.numel == param.numel(), piece.like
+            values = view_like(piece.values, 0, like.shape, like.stride()) if is_whole else piece.values
+            found[MAIN_PARAM if piece.key is MAIN else piece.key] = values
+        return found
+
+    def write(self, changed: Mapping[torch.nn.Parameter, Mapping[str, Any]]) -> None:
+        """Replace this rank's state of parameters: values per element are of the whole parameter or of this rank's part."""
+        local: dict[torch.Tensor, dict[str, Any]] = {}
+        pieces = [piece for shard in self.shards for piece in shard.pieces({MAIN: shard.main.detach()})]
+        held = {piece.param: piece.values for piece in pieces}
+        numels: dict[torch.Tensor, int] = {}
+        for param, name in self._ddp.param_names.items():
+            numels[param] = held[name].numel() if name in held else 0
+            local[param] = dict(changed[param] if param in changed else self.read(param))
+            main = local[param].pop(MAIN_PARAM, None)
+            if main is not None and name in held:
+                held[name] = main
+        has_stepped = self.has_stepped
+        self._take(self._cut(WholeState(local, dtypes={param: main_dtype(param.dtype) for param in local}), held, numels))
+        self.has_stepped = has_stepped
 
 
 def _checksums(whole: WholeState, names: Mapping[torch.nn.Parameter, str]) -> dict[str, Entry]:
@@ -550,8 +645,11 @@ def _checksums(whole: WholeState, names: Mapping[torch.nn.Parameter, str]) -> di
     return found
 
 
-def _tensors_in(optimizer: torch.optim.Optimizer) -> Iterable[torch.nn.Parameter]:
-    return chain.from_iterable(map(_params, optimizer.param_groups))
+def _placeholder(device: torch.device) -> torch.nn.Parameter:
+    """Return a tensor without elements for a group of which this rank has nothing, so that steps are counted there as well."""
+    made = torch.nn.Parameter(torch.zeros(0, dtype=torch.float32, device=device))
+    made.grad = torch.zeros_like(made)
+    return made
 
 
 def _refuse_shards(reference: weakref.ref[Sharding], held: torch.optim.Optimizer, method: str) -> None:
@@ -571,8 +669,12 @@ def _refuse_copies(sharding: weakref.ref[Sharding], of: weakref.ref[torch.optim.
     return type(optimizer).__getstate__(optimizer)
 
 
-def _refuse_withheld_grads(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Refuse a step outside ``DistributedOptimizer.step()`` before it begins and changes weights or step counts."""
-    for param in _tensors_in(optimizer):
-        if isinstance(param.grad, WithheldGrad):
-            param.grad.refuse(f"{type(optimizer).__name__}.step()")
+def _refuse_step(reference: weakref.ref[Sharding], held: torch.optim.Optimizer) -> None:
+    """Refuse a step of the given optimizer; the ``DistributedOptimizer`` shares its hooks."""
+    sharding = reference()
+    if sharding is not None and sharding._optimizer is held and sharding._buffers:
+        kind = type(held).__name__
+        raise PhaseError(
+            f"step() of the {kind} inside a DistributedOptimizer was called: its state is in the DistributedOptimizer, which "
+            "clips and updates with all ranks. Call step() of the DistributedOptimizer. After ddp.detach() make both anew."
+        )

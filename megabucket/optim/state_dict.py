@@ -25,7 +25,9 @@ from megabucket.buffer import ParamAndGradBuffer, dtype_name, dtype_named, view_
 from megabucket.buffer.param_and_grad_buffer import dense_strides
 from megabucket.comm import AllGather, Communicator, exchange
 from megabucket.errors import CheckpointMismatchError, OptimizerParametersError
+from megabucket.optim.param_state import MAIN_PARAM
 from megabucket.optim.shards import MAIN, MainShard, StatePiece, main_dtype
+from megabucket.optim.twin import shell_of
 
 if TYPE_CHECKING:
     from megabucket.ddp.step import GradSync
@@ -99,20 +101,24 @@ class StateCutter:
     Args:
         whole: the state; empty for parameters before their first step.
         params: the parameters in the buffers, by name.
+        held_numels: elements of each parameter on this rank, where values in ``whole`` may be of that part alone, 1D.
 
     Raises:
         OptimizerParametersError: an entry is neither one value per element nor one number: a table, or moments from before
             the parameter was resized.
     """
 
-    def __init__(self, whole: WholeState, params: Mapping[str, torch.nn.Parameter]) -> None:
+    def __init__(
+        self, whole: WholeState, params: Mapping[str, torch.nn.Parameter], held_numels: Mapping[torch.Tensor, int]
+    ) -> None:
         self._whole = whole
         self._params = params
+        self._held_numels = held_numels
         misfits = [
             f"{key} of {name}: shape {tuple(value.shape)} for {tuple(param.shape)}"
             for name, param in params.items()
             for key, value in whole.of(param).items()
-            if isinstance(value, torch.Tensor) and value.numel() != 1 and not is_per_element(key, value, param)
+            if isinstance(value, torch.Tensor) and value.numel() != 1 and not self._is_per_element(key, value, param)
         ]
         if misfits:
             raise OptimizerParametersError(
@@ -123,6 +129,11 @@ class StateCutter:
                 + AS_PLAIN.format("such an optimizer"),
             )
 
+    def _is_per_element(self, key: str, value: Any, param: torch.nn.Parameter) -> bool:
+        return is_per_element(key, value, param) or (
+            isinstance(value, torch.Tensor) and value.shape == (self._held_numels.get(param, -1),) and key not in KNOWN_NUMBERS
+        )
+
     def signature(self, name: str) -> tuple[str, ...]:
         """Return a text for each key, equal for parameters that may share a shard; empty without state.
 
@@ -132,7 +143,7 @@ class StateCutter:
         return tuple(sorted(self._describe(param, key, value) for key, value in self._whole.of(param).items()))
 
     def _describe(self, param: torch.nn.Parameter, key: str, value: Any) -> str:
-        if is_per_element(key, value, param):
+        if self._is_per_element(key, value, param):
             return f"{key} per element" if self._whole.follows_param(param, value) else f"{key} in {dtype_name(value.dtype)}"
         if isinstance(value, torch.Tensor):
             return f"{key}={value.item()!r} ({dtype_name(value.dtype)}, {tuple(value.shape)}, {value.device.type})"
@@ -144,7 +155,7 @@ class StateCutter:
         param = self._params[shard.segment.params[0]]
         flats: dict[str, torch.Tensor] = {}
         for key, value in self._whole.of(param).items():
-            if is_per_element(key, value, param):
+            if self._is_per_element(key, value, param):
                 dtype = shard.main.dtype if self._whole.follows_param(param, value) else value.dtype
                 flats[key] = torch.zeros_like(shard.main, dtype=dtype)
         for piece in shard.pieces(flats):  # the gaps between them stay zero
@@ -168,16 +179,19 @@ class StateCutter:
             if whole is not None and whole.shape == param.shape:
                 _fill(piece, whole, param)
             elif held is not None and piece.param in held:
-                piece.values.copy_(held[piece.param])
+                _fill(piece, held[piece.param], param)
         if held is None:
             shard.follow_buffer()
 
 
 def _fill(piece: StatePiece, whole: torch.Tensor, param: torch.nn.Parameter) -> None:
-    """Copy the piece's range of whole values, in the dtype of the piece.
+    """Copy the piece's range of whole values, or values of that range alone, in the dtype of the piece.
 
     A range counts in memory order, as in the buffer; for channels-last that is not the order of indices.
     """
+    if whole.shape != param.shape:
+        piece.values.copy_(whole)
+        return
     ordered = torch.empty_strided(param.shape, dense_strides(param), dtype=piece.values.dtype, device=piece.values.device)
     piece.values.copy_(ordered.copy_(whole).as_strided((param.numel(),), (1,))[slice(*piece.in_param)])
 
@@ -460,7 +474,6 @@ def _cut_out(buffer: ParamAndGradBuffer, names: Iterable[str], flat: torch.Tenso
 # In the format of torch.optim #
 
 OWN_KEY: Final = "megabucket"
-_MAIN_PARAMS: Final = "main_params"
 _COMPUTED_IN: Final = "computed_in"
 _SOURCE: Final = "the dict given to load_state_dict()"
 
@@ -476,11 +489,13 @@ def pack(optimizer: torch.optim.Optimizer, members: Members, whole: WholeState) 
         own = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
         groups.append({**own, "params": list(params)})
     state = defaultdict(dict, {key: value for key, value in whole.values.items() if value or not isinstance(key, torch.Tensor)})
-    packed: dict[str, Any] = _shell(optimizer, groups, state).state_dict()
     index_of = {param: index for index, param in enumerate(chain.from_iterable(members))}
+    for param in index_of if whole.main_values else ():  # one entry for all: torch's loading misses a parameter without one
+        main = whole.main_values.get(param)
+        state[param] = dict(state[param]) if main is None else {**state[param], MAIN_PARAM: main}
+    packed: dict[str, Any] = shell_of(optimizer, groups, state).state_dict()
     packed[OWN_KEY] = {
-        _COMPUTED_IN: {index: dtype_name(whole.dtypes.get(param, param.dtype)) for param, index in index_of.items()},
-        _MAIN_PARAMS: {index_of[param]: values for param, values in whole.main_values.items() if param in index_of},
+        _COMPUTED_IN: {index: dtype_name(whole.dtypes.get(param, param.dtype)) for param, index in index_of.items()}
     }
     return packed
 
@@ -502,13 +517,17 @@ def unpack(
     byte = torch.zeros(1, dtype=torch.int8, device="cpu")
     stand_ins = [[byte.to(param.device).expand(param.shape or (1,)) for param in of_group] for of_group in members]
     groups = [{**group, "params": of_group} for group, of_group in zip(optimizer.param_groups, stand_ins, strict=True)]
-    shell = _shell(optimizer, groups, defaultdict(dict))
+    shell = shell_of(optimizer, groups, defaultdict(dict))
     shell.load_state_dict(dict(state_dict))
     param_at = dict(enumerate(chain.from_iterable(members)))
     param_of = dict(zip(chain.from_iterable(stand_ins), param_at.values(), strict=True))
     values = {param_of.get(key, key): value for key, value in shell.state.items()}
     own = state_dict.get(OWN_KEY) or {}
-    mains = {param_at[index]: main for index, main in own.get(_MAIN_PARAMS, {}).items() if index in param_at}
+    mains = {
+        param: values.pop(MAIN_PARAM)
+        for param, values in values.items()
+        if isinstance(param, torch.Tensor) and MAIN_PARAM in values
+    }
     _refuse(_shape_problems(values, mains, names))
     computed_in = {param_at[index]: dtype_named(name) for index, name in own.get(_COMPUTED_IN, {}).items() if index in param_at}
     dtypes = {param: main_dtype(param.dtype) for param in param_at.values()}
@@ -529,14 +548,6 @@ def set_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, A
         group.clear()
         group.update(values)
         group["params"] = params
-
-
-def _shell(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Mapping[Any, Any]) -> torch.optim.Optimizer:
-    """Return an optimizer of the same class and hooks over other parameters."""
-    shell = object.__new__(type(optimizer))
-    shell.__dict__.update(optimizer.__dict__)
-    shell.param_groups, shell.state = groups, state  # type: ignore[assignment]
-    return shell
 
 
 def _follow(value: Any, param: torch.Tensor, computed_in: torch.dtype | None, dtype: torch.dtype) -> Any:

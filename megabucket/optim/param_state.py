@@ -1,0 +1,104 @@
+"""``optimizer.state`` by parameter, over state that lies in flat tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any, Final, Protocol
+
+import torch
+
+MAIN_PARAM: Final = "main_param"
+"""The key of the float32 values of a 16-bit parameter, beside those of the optimizer."""
+
+
+class FlatState(Protocol):
+    """The state behind the mapping."""
+
+    @property
+    def loose(self) -> MutableMapping[Any, Any]:
+        """State that is in no flat tensor: of frozen parameters, and under keys that are no parameters."""
+
+    @property
+    def flat_params(self) -> Mapping[torch.nn.Parameter, str]:
+        """The parameters whose state is in flat tensors."""
+
+    def has_state(self, param: torch.nn.Parameter) -> bool:
+        """Return whether a step or a load has made state for a parameter."""
+
+    def read(self, param: torch.nn.Parameter) -> dict[str, Any]:
+        """Return this rank's state of a parameter: views of flat tensors, and copies of numbers."""
+
+    def write(self, changed: Mapping[torch.nn.Parameter, Mapping[str, Any]]) -> None:
+        """Replace the state of parameters."""
+
+
+class ParamState(MutableMapping[Any, Any]):
+    """The state of a ``DistributedOptimizer``, by parameter, as in ``torch.optim.Optimizer.state``.
+
+    Values per element are views: of the parameter's shape where this rank has all of it, otherwise of its part, 1D in memory
+    order, perhaps empty. What the caller changes in the dict of a parameter counts from the next step or call of the optimizer
+    on, which also ends the use of that dict.
+    """
+
+    def __init__(self, flat: FlatState) -> None:
+        self._flat = flat
+        self._shown: dict[torch.nn.Parameter, dict[str, Any]] = {}  # handed out, and perhaps changed by the caller
+        self._read: dict[torch.nn.Parameter, dict[str, Any]] = {}  # as they were then
+
+    def __getitem__(self, key: Any) -> Any:
+        if key not in self._flat.flat_params:
+            return self._flat.loose[key]
+        if key not in self._shown:
+            found = self._flat.read(key)
+            self._shown[key], self._read[key] = found, dict(found)
+        return self._shown[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        (self._shown if key in self._flat.flat_params else self._flat.loose)[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        if key not in self:
+            raise KeyError(key)
+        if key in self._flat.flat_params:
+            self._shown[key] = {}
+        else:
+            del self._flat.loose[key]
+
+    def __contains__(self, key: Any) -> bool:
+        if key not in self._flat.flat_params:
+            return key in self._flat.loose
+        return bool(self._shown[key].keys() - {MAIN_PARAM}) if key in self._shown else self._flat.has_state(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from filter(self.__contains__, self._flat.flat_params)
+        yield from self._flat.loose
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        return repr({key: self[key] for key in self})
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the caller has read or written state since the last ``fold``."""
+        return bool(self._shown)
+
+    def fold(self) -> None:
+        """Bring changes of the caller into the flat tensors.
+
+        Raises:
+            OptimizerParametersError: a value fits neither the parameter nor this rank's part of it.
+        """
+        shown, self._shown = self._shown, {}
+        read, self._read = self._read, {}
+        changed = {param: dict(values) for param, values in shown.items() if self._differs(param, values, read.get(param))}
+        if changed:
+            self._flat.write(changed)
+
+    def _differs(self, param: torch.nn.Parameter, values: Mapping[str, Any], read: Mapping[str, Any] | None) -> bool:
+        if read is None or values.keys() != read.keys() or any(values[key] is not read[key] for key in read):
+            return True
+        # Numbers are copies, which may have been written to in place.
+        now = self._flat.read(param)
+        return any(isinstance(value, torch.Tensor) and not torch.equal(value, now[key]) for key, value in values.items())
