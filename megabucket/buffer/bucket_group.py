@@ -210,6 +210,8 @@ class _ParamAndGradBucketGroup:
         self.param_values = self._values
         """The memory to which each parameter must point now."""
         self._is_everywhere = False  # all reduced values are here, not only this rank's shard
+        self.is_withheld = False
+        """Whether every ``param.grad`` has stood for a gradient that was sent, since the last ``reset``."""
         self._divided_before: list[tuple[torch.Tensor, float]] = []
         self.grad_shards: list[torch.Tensor] = []
         """Of this rank, by bucket, where gradients are reduce-scattered."""
@@ -460,6 +462,7 @@ class _ParamAndGradBucketGroup:
             self.grad_phase = enter(self.grad_phase, GradPhase.IN_FLIGHT, group=self.index)
         if self.streams is not None:
             self.streams.join()
+        self.is_withheld = False
         for slot in self.slots:
             slot.param.grad, slot.state = None, GradState.STALE
         self.missing = self.cleared = ()
@@ -550,7 +553,7 @@ class _ParamAndGradBucketGroup:
     def withhold_grads(self) -> None:
         """Make ``param.grad`` unusable until the gradients are published or forgotten, if that is the policy."""
         if self.policy.withheld_because and self.grad_phase is not GradPhase.REDUCED:
-            is_sent = self.grad_phase is GradPhase.IN_FLIGHT
+            self.is_withheld = is_sent = self.grad_phase is GradPhase.IN_FLIGHT
             for slot in self.slots:
                 slot.withhold(is_sent=is_sent)
 
@@ -563,6 +566,7 @@ class _ParamAndGradBucketGroup:
 
     def withdraw_grads(self) -> None:
         """Show no gradients, instead of ``publish``: no optimizer steps on them."""
+        self.is_withheld = False
         for slot in self.slots:
             slot.withdraw()
 
@@ -570,7 +574,7 @@ class _ParamAndGradBucketGroup:
         """Start a step on top of ``param.grad`` as plain torch code left it: ``None``, zeros, or reduced values."""
         if self.grad_phase is not GradPhase.ACCUMULATING:
             self.grad_phase = enter(self.grad_phase, GradPhase.ACCUMULATING, group=self.index)
-        self.is_complete = False
+        self.is_complete = self.is_withheld = False
         self.delayed = dict.fromkeys(self.delayed, 0)
 
     def reset(self) -> None:

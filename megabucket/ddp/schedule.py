@@ -126,12 +126,12 @@ class Schedule:
 
     # The end of a step #
 
-    def publish(self, *, is_skipped: bool) -> None:
-        """Show the reduced gradients of a whole step, unless all ranks skip its update."""
+    def publish(self, *, is_withdrawn: bool) -> None:
+        """Show the reduced gradients of a whole step, or none."""
         self._num_launched = 0
         for group in self._groups:
             group.readiness.end_step(learns=True)
-            if is_skipped:
+            if is_withdrawn:
                 group.withdraw_grads()
             else:
                 group.publish()

@@ -115,11 +115,14 @@ class DistributedOptimizer(SteppingForWrapper):
         returns_num_zeros: bool = False,
         kernels: Literal["torch", "apex"] = "torch",
     ) -> None:
+        if isinstance(torch_optimizer, SteppingForWrapper):
+            raise ConfigError("a DistributedOptimizer cannot be inside another one: give the torch optimizer in it")
         super().__init__([{"params": []}], torch_optimizer.defaults)
         self.torch_optimizer = torch_optimizer
         self.ddp = ddp
-        self.param_groups = torch_optimizer.param_groups
-        vars(self).update({name: hooks for name, hooks in vars(torch_optimizer).items() if name.startswith("_optimizer_")})
+        # Hooks of state are called with whole parameters, whichever of the two has them. Those of a step are called by each.
+        hooks = {name: own for name, own in vars(torch_optimizer).items() if name.startswith("_optimizer_")}
+        vars(self).update({name: own for name, own in hooks.items() if not name.startswith("_optimizer_step_")})
         self._is_sharded = ddp.policy.is_sharded
         self.sharding = Sharding(torch_optimizer, ddp, weakref.WeakMethod(self._answer_scaler))
         """The shards, for checkpoints."""
@@ -199,6 +202,16 @@ class DistributedOptimizer(SteppingForWrapper):
             self.torch_optimizer.add_param_group(param_group)
 
     # As a torch optimizer #
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the given optimizer, with the parameters of the module."""
+        return self.torch_optimizer.param_groups if "torch_optimizer" in vars(self) else []
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        if "torch_optimizer" in vars(self):  # torch's constructor sets an empty list before there is one
+            self.torch_optimizer.param_groups = groups
 
     @property
     def state(self) -> Any:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Container, Hashable, Iterable,
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -44,7 +45,7 @@ from megabucket.optim.state_dict import (
     unpack,
     unshard,
 )
-from megabucket.optim.twin import call_on_twin, check_step_is_of_class, twin_of, unhooked_step
+from megabucket.optim.twin import call_on_twin, check_step_is_of_class, step_twin, twin_of, unhooked_step
 
 _params: Final = itemgetter("params")
 _grad: Final = attrgetter("grad")
@@ -180,6 +181,7 @@ class Sharding:
         optimizer.register_load_state_dict_pre_hook(lambda held, _: _refuse_shards(itself, held, "load_state_dict()"))
         self.shards: list[MainShard] = []
         """Of this rank, in buffer order; none while the optimizer holds whole parameters."""
+        self._is_stepping = False
         self._shard_of: dict[str, MainShard] = {}  # by parameter; not of those of which this rank has nothing
         self._group_of: dict[str, int] = {}
         self.counted_grads: dict[int, list[torch.Tensor]] = {}
@@ -192,7 +194,7 @@ class Sharding:
         self,
         whole: WholeState,
         held: Mapping[str, torch.Tensor] | None = None,
-        held_numels: Mapping[torch.Tensor, int] | None = None,
+        held_numels: Mapping[torch.Tensor, int] = MappingProxyType({}),
     ) -> _Cut:
         """Cut parameters and state for the buffers as they are now. Changes nothing.
 
@@ -201,7 +203,7 @@ class Sharding:
             held_numels: see ``StateCutter``.
         """
         params = {name: param for param, name in self._ddp.param_names.items()}
-        cutter = StateCutter(whole, params, held_numels or {})
+        cutter = StateCutter(whole, params, held_numels)
         signature_of = {name: cutter.signature(name) for name in params}
         group_of = self.members.by_name(self._ddp)
         shards = self._make_shards(group_of, signature_of)
@@ -284,10 +286,11 @@ class Sharding:
         """
         for shard in self.shards:
             shard.main.grad = None if shard.segment.params[0] in skipped else shard.grad
-        self.call_on_shards(unhooked_step(self._optimizer))
+        self._is_stepping = True
+        step_twin(self._optimizer, self.twin)
+        self._is_stepping, self.has_stepped = False, True
         for shard in self.shards:
             shard.main.grad = None
-        self.has_stepped = True
 
     def call_on_shards(self, method: Callable[[torch.optim.Optimizer], object]) -> None:
         """Call a method of the given optimizer's class that writes to its parameters."""
@@ -568,7 +571,7 @@ class Sharding:
             is_sent = group.grad_phase is not GradPhase.ACCUMULATING
             for slot in group.slots:
                 grad = slot.param.grad
-                if grad is None and (slot.state is GradState.HELD or (is_sent and slot.name not in group.missing)):
+                if grad is None and (group.is_withheld or slot.state is GradState.HELD):
                     raise PhaseError(
                         f"the gradient of {slot.name!r} was cleared between backward and step(), to no effect or a wrong one: "
                         "zero_grad() of the torch optimizer or of the module does so. Call zero_grad() of the "
@@ -670,9 +673,9 @@ def _refuse_copies(sharding: weakref.ref[Sharding], of: weakref.ref[torch.optim.
 
 
 def _refuse_step(reference: weakref.ref[Sharding], held: torch.optim.Optimizer) -> None:
-    """Refuse a step of the given optimizer; the ``DistributedOptimizer`` shares its hooks."""
+    """Refuse a step of the given optimizer, whose hooks its twin calls as well."""
     sharding = reference()
-    if sharding is not None and sharding._optimizer is held and sharding._buffers:
+    if sharding is not None and sharding._buffers and not sharding._is_stepping:
         kind = type(held).__name__
         raise PhaseError(
             f"step() of the {kind} inside a DistributedOptimizer was called: its state is in the DistributedOptimizer, which "

@@ -109,7 +109,10 @@ class StateCutter:
     """
 
     def __init__(
-        self, whole: WholeState, params: Mapping[str, torch.nn.Parameter], held_numels: Mapping[torch.Tensor, int]
+        self,
+        whole: WholeState,
+        params: Mapping[str, torch.nn.Parameter],
+        held_numels: Mapping[torch.Tensor, int] = MappingProxyType({}),
     ) -> None:
         self._whole = whole
         self._params = params

@@ -36,6 +36,16 @@ def twin_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], stat
     return twin
 
 
+def step_twin(given: torch.optim.Optimizer, twin: torch.optim.Optimizer) -> None:
+    """Step the twin, with the hooks of the given optimizer around it."""
+    own: Any = given
+    for hook in list(own._optimizer_step_pre_hooks.values()):
+        hook(given, (given,), {})
+    call_on_twin(unhooked_step(given), given, twin)
+    for hook in list(own._optimizer_step_post_hooks.values()):
+        hook(given, (given,), {})
+
+
 def call_on_twin(
     method: Callable[[torch.optim.Optimizer], object], given: torch.optim.Optimizer, twin: torch.optim.Optimizer
 ) -> None:
@@ -77,7 +87,8 @@ def _carry(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None
     for name, value in vars(source).items():
         if name not in _OWN and not name.startswith("_optimizer_"):
             own[name] = value
-    for group, other in zip(source.param_groups, target.param_groups, strict=True):
+    # Groups that were added since the twin was made have no trainable parameters in it.
+    for group, other in zip(source.param_groups, target.param_groups, strict=False):
         params = other["params"]
         other.update(group)
         other["params"] = params

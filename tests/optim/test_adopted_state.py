@@ -112,9 +112,9 @@ def test_state_of_a_16_bit_model_becomes_float32():
 
     distributed = DistributedOptimizer(optimizer, DistributedDataParallel(model))
 
-    (main,) = distributed.param_groups[0]["params"]
-    assert distributed.state[main]["momentum_buffer"].dtype is torch.float32
-    assert distributed.state[main]["momentum_buffer"].sum() == sum(param.numel() for param in model.parameters())
+    moments = [distributed.state[param]["momentum_buffer"] for param in model.parameters()]
+    assert all(moment.dtype is torch.float32 for moment in moments)
+    assert all(torch.equal(moment, torch.ones_like(param)) for moment, param in zip(moments, model.parameters(), strict=True))
 
 
 class TestParametersWhoseStatesDiffer:

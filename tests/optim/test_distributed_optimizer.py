@@ -168,7 +168,7 @@ class TestGroups:
 
         assert results == [[[-1.0], [0.5], [-3.0]]] * 2  # 1 - 2, 1 - 0.25 * 2, 1 - 4
 
-    def test_the_groups_hold_flat_float32_shards_and_stay_the_objects_they_were(self):
+    def test_the_groups_hold_the_parameters_of_the_module_and_stay_the_objects_they_were(self):
         ddp = wrap(Weights("ab", dtype=torch.bfloat16), **SHARDED)
         torch_optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
         (group,) = torch_optimizer.param_groups
@@ -179,19 +179,21 @@ class TestGroups:
         assert optimizer.param_groups is torch_optimizer.param_groups
         assert optimizer.param_groups[0] is group
         assert group["params"] is params
-        assert [(shard.ndim, shard.dtype, shard.numel()) for shard in params] == [(1, torch.float32, 228)]
+        assert list(map(id, params)) == list(map(id, ddp.module.parameters()))
+        (twin_group,) = optimizer.sharding.twin.param_groups
+        assert [(shard.ndim, shard.dtype, shard.numel()) for shard in twin_group["params"]] == [(1, torch.float32, 228)]
 
-    def test_a_group_of_which_a_rank_owns_nothing_holds_a_placeholder_there_that_is_never_stepped_on(self):
+    def test_a_group_of_which_a_rank_owns_nothing_steps_on_a_tensor_without_elements_there(self):
         def program(rank, ddp):
             groups = [{"params": [ddp.module.a]}, {"params": [ddp.module.b]}]
             optimizer = DistributedOptimizer(torch.optim.AdamW(groups, lr=1.0, weight_decay=0.5), ddp)
             ddp(a=2.0, b=2.0).backward()
             optimizer.step()
-            mains = [main for group in optimizer.param_groups for main in group["params"]]
-            return [main.numel() for main in mains], [main in optimizer.state for main in mains]
+            mains = [main for group in optimizer.sharding.twin.param_groups for main in group["params"]]
+            return [main.numel() for main in mains], [main in optimizer.sharding.twin.state for main in mains]
 
         # b at [0, 100) belongs to rank 0, a at [128, 228) to rank 1
-        assert run_ranks(2, Weights("ab"), program, **SHARDED)[1] == [([1, 100], [False, True]), ([100, 1], [True, False])]
+        assert run_ranks(2, Weights("ab"), program, **SHARDED)[1] == [([0, 100], [True, True]), ([100, 0], [True, True])]
 
     @pytest.mark.parametrize("path", ["straight on", "state_dict", "checkpoint", "rebuild"])
     def test_an_optimizer_that_counts_in_its_groups_and_skips_empty_ones_counts_alike_on_all_ranks(self, path, tmp_path):
@@ -719,7 +721,7 @@ class TestRefusedOptimizers:
         ddp = wrap(Weights("a"))
         optimizer = sgd(ddp)
 
-        with pytest.raises(OptimizerParametersError, match="parameters that the wrapper does not hold"):
+        with pytest.raises(ConfigError, match="a DistributedOptimizer cannot be inside another one"):
             DistributedOptimizer(optimizer, ddp)
 
     @pytest.mark.parametrize("clip_grad", [-1.0, math.nan, math.inf, True, None, "1"])

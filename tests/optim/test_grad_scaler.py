@@ -18,6 +18,7 @@ from megabucket import (
     load_checkpoint,
     save_checkpoint,
 )
+from megabucket.buffer import CHECK_AND_UNSCALE
 from megabucket.errors import (
     ConfigError,
     HyperparameterMismatchError,
@@ -25,9 +26,9 @@ from megabucket.errors import (
     NonFiniteGradientError,
     PeerFailedError,
     PhaseError,
+    PlainOptimizerError,
     ReplicasDivergedError,
 )
-from megabucket.optim.shards import CHECK_AND_UNSCALE
 from megabucket.testing import LoopbackWorld
 
 STEPS = 12
@@ -219,9 +220,8 @@ def test_a_16_bit_model_is_unscaled_and_clipped_in_float32(max_norm, dtype, swit
     assert_same(results, reference_of_main_parameters(2, dtype))
 
 
-@BOTH
 @pytest.mark.parametrize("max_norm", [None, math.inf])
-def test_float16_gradients_are_widened_before_they_are_unscaled(max_norm, switches):
+def test_reduce_scattered_float16_gradients_are_widened_before_they_are_unscaled(max_norm):
     def program(rank, ddp, optimizer):
         scaler = scaler_of()
         # 2**-23 is a float16 times 2**16, and far below the smallest one without.
@@ -235,11 +235,21 @@ def test_float16_gradients_are_widened_before_they_are_unscaled(max_norm, switch
     model = torch.nn.Linear(20, 1, bias=False, dtype=torch.float16)
     torch.nn.init.zeros_(model.weight)
     make = partial(torch.optim.SGD, lr=2.0**16)
-    (norm, weight), other = run_ranks(2, program, model, make=make, grad_reduce_in_fp32=False, **switches)
+    (norm, weight), other = run_ranks(2, program, model, make=make, grad_reduce_in_fp32=False, **WAYS["reduce_scatter"])
 
     assert other == (norm, weight)
     assert norm == pytest.approx(2.0**-23 * math.sqrt(20))
     assert weight == -(2.0**-7)  # 2**16 * 2**-23
+
+
+def test_reduced_float16_gradients_are_refused_by_torch_s_scaler_as_under_torch_ddp():
+    def program(rank, ddp, optimizer):
+        scaler = scaler_of()
+        scaler.scale(ddp(torch.ones(1, 20, dtype=torch.float16)).float().sum()).backward()
+        with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+            scaler.step(optimizer)
+
+    run_ranks(2, program, torch.nn.Linear(20, 1, bias=False, dtype=torch.float16), grad_reduce_in_fp32=False)
 
 
 @MODES
@@ -367,21 +377,32 @@ def replace(ddp):
     ddp.module[0].weight.grad = torch.ones_like(ddp.module[0].weight)
 
 
-@pytest.mark.parametrize(
-    ("switches", "change"),
-    [(WAYS["reduce_scatter"], halve), (WAYS["all_reduce"], halve), (WAYS["all_reduce"], clip_in_place), ({}, replace)],
-    ids=["reduce_scatter", "all_reduce", "clipped", "replaced"],
-)
-def test_what_would_be_lost_after_16_bit_gradients_were_unscaled_is_refused(change, switches):
+def unscale_and_change(change, ddp, optimizer, rank):
+    scaler = scaler_of()
+    scaler.scale(loss_of(ddp, rank, 0, torch.bfloat16)).backward()
+    scaler.unscale_(optimizer)
+    change(ddp)
+    return scaler
+
+
+def test_what_would_be_lost_after_16_bit_gradients_were_unscaled_is_refused():
     def program(rank, ddp, optimizer):
-        scaler = scaler_of()
-        scaler.scale(loss_of(ddp, rank, 0, torch.bfloat16)).backward()
-        scaler.unscale_(optimizer)
-        change(ddp)
+        scaler = unscale_and_change(halve, ddp, optimizer, rank)
         with pytest.raises(PhaseError, match="the change would be lost"):
             scaler.step(optimizer)
 
-    run_ranks(2, program, copy.deepcopy(MODEL).bfloat16(), grad_reduce_in_fp32=False, **switches)
+    run_ranks(2, program, copy.deepcopy(MODEL).bfloat16(), grad_reduce_in_fp32=False, **WAYS["reduce_scatter"])
+
+
+@pytest.mark.parametrize("change", [halve, clip_in_place, replace])
+def test_changes_to_reduced_16_bit_gradients_after_they_were_unscaled_are_those_of_the_step(change):
+    def program(rank, ddp, optimizer):
+        scaler = unscale_and_change(change, ddp, optimizer, rank)
+        expected = torch.nn.utils.get_total_norm([param.grad.double() for param in ddp.module.parameters()]).item()
+        return scaler.step(optimizer).grad_norm, expected
+
+    for norm, expected in run_ranks(2, program, copy.deepcopy(MODEL).bfloat16(), grad_reduce_in_fp32=False):
+        assert norm == pytest.approx(expected)
 
 
 def test_float32_gradients_that_the_caller_changes_after_unscaling_are_those_of_the_step():
@@ -436,7 +457,7 @@ def test_the_step_of_the_torch_optimizer_inside_is_refused_on_every_rank():
     def program(rank, ddp, optimizer):
         scaler = scaler_of()
         scaler.scale(loss_of(ddp, rank, 0, torch.bfloat16)).backward()
-        with pytest.raises(PhaseError, match=r"SGD\.step\(\) was called"):
+        with pytest.raises(PlainOptimizerError, match=r"SGD\.step\(\) would update whole parameters"):
             scaler.step(optimizer.torch_optimizer)
 
     run_ranks(4, program, TINY, use_distributed_optimizer=True)

@@ -142,7 +142,7 @@ class TestFormat:
 
         assert first == second
 
-    def test_main_parameters_are_under_a_key_of_their_own(self):
+    def test_main_parameters_are_in_the_state_of_their_parameter(self):
         def program(rank, ddp, optimizer):
             train(ddp, optimizer, range(3), rank)
             return optimizer.state_dict(), {name: param.detach().clone() for name, param in ddp.module.named_parameters()}
@@ -151,7 +151,7 @@ class TestFormat:
 
         own = state_dict["megabucket"]
         # Group 0 holds b and c, group 1 a, d, e and f; f is frozen: 0 b, 1 c, 2 a, 3 d, 4 e, 5 f.
-        mains = dict(zip("bcade", (own["main_params"][index] for index in range(5)), strict=True))
+        mains = dict(zip("bcade", (state_dict["state"][index]["main_param"] for index in range(5)), strict=True))
         assert own["computed_in"] == {**dict.fromkeys(range(5), "float32"), 5: "bfloat16"}
         assert all(main.dtype == torch.float32 for main in mains.values())
         assert all(torch.equal(main.bfloat16(), weights[name]) for name, main in mains.items())
@@ -308,8 +308,8 @@ class TestBothWays:
         def program(rank, ddp, optimizer):
             train(ddp, optimizer, range(2), rank)
             state_dict = optimizer.state_dict()
-            for main in state_dict["megabucket"]["main_params"].values():
-                main.add_(1000.0)
+            for index in range(5):
+                state_dict["state"][index]["main_param"].add_(1000.0)
             before = {name: param.clone() for name, param in ddp.module.named_parameters()}
             optimizer.load_state_dict(state_dict)
             for group in optimizer.param_groups:
