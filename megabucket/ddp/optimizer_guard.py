@@ -22,7 +22,7 @@ from megabucket.buffer import dtype_name
 from megabucket.ddp.hooks import shared_hook_in
 from megabucket.ddp.report import Hyperparameters, number_of, read_hyperparameters
 from megabucket.ddp.step import AGREED, GradSync, StepState
-from megabucket.errors import ConfigError, PlainOptimizerError, UnreducedGradientsError
+from megabucket.errors import ConfigError, PlainOptimizerError, UnreducedGradientsError, name_list
 
 _requires_grad: Final = attrgetter("requires_grad")
 _PLACES: Final = ("main_grad", "main_grad_copy_in_grad_buffer")
@@ -98,7 +98,8 @@ class PlainOptimizerGuard:
             PlainOptimizerError: the gradients are reduce-scattered.
             PhaseError: an error was raised about these gradients and caught.
             UnreducedGradientsError: no sync has finished on them.
-            ConfigError: a learning rate is not finite, or the optimizer cannot mix the dtypes of parameters and gradients.
+            ConfigError: a learning rate is not finite, or the optimizer needs sparse gradients, or cannot mix the dtypes of
+                parameters and gradients.
         """
         held = self._held_by(optimizer)
         if not any(map(_requires_grad, held.params)):
@@ -122,6 +123,11 @@ class PlainOptimizerGuard:
             for grad, param in zip(grads, held.params, strict=True)
         )
         self._check_is_reduced(has_grads=any(map(is_not, grads, repeat(None))), is_stale=is_stale)
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise ConfigError(
+                f"SparseAdam steps on sparse gradients only, and the buffers hold dense ones, so it cannot update "
+                f"{name_list(held.names)}. Use Adam for them, or freeze them while wrapping."
+            )
         is_picky = isinstance(optimizer, _ADAMS) or any(group.get("fused") for group in optimizer.param_groups)
         if not (self._has_mixed_dtypes and is_picky):
             return

@@ -101,6 +101,19 @@ def test_reduced_gradients_are_stepped_on(kind):
     assert ddp.module.a[0].item() < 1.0
 
 
+def test_an_optimizer_of_sparse_gradients_is_refused_by_name():
+    ddp = wrap(torch.nn.Embedding(4, 2, sparse=True))
+    ddp(torch.tensor([1, 2])).sum().backward()
+
+    with pytest.raises(ConfigError) as caught:
+        torch.optim.SparseAdam(ddp.parameters()).step()
+
+    assert str(caught.value) == (
+        "SparseAdam steps on sparse gradients only, and the buffers hold dense ones, so it cannot update 'weight'. Use Adam "
+        "for them, or freeze them while wrapping."
+    )
+
+
 def test_optimizers_of_other_models_may_step_at_any_time():
     ddp, other = wrap(Weights("a"), use_distributed_optimizer=True), Weights("a")
     ddp(a=1).backward()
