@@ -430,14 +430,45 @@ class DistributedDataParallel(torch.nn.Module):
                 raise
             return getattr(self.module, name)
 
+    def named_modules(
+        self, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Return the modules as ``torch.nn.Module`` does, with the names of the wrapped module: without ``module.``.
+
+        The names of parameters and module buffers follow, also those of an outer module that contains the wrapper. So they
+        agree with ``state_dict`` and with errors. The wrapper and the wrapped module have the same name.
+        """
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        for name, child in self._modules.items():
+            if child is not None:
+                path = prefix if name == "module" else f"{prefix}.{name}" if prefix else name
+                yield from child.named_modules(memo, path, remove_duplicate)
+
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Return the parameters as ``torch.nn.Module`` does, once they may be read. Code that averages weights calls this."""
+        """Return the parameters as ``torch.nn.Module`` does, with the names of the wrapped module, once they may be read.
+
+        Code that averages weights calls this.
+        """
         if not isinstance(self._wrapping, Detached):
             self._wrapping.check_is_wrapped(self.module)
             self.finish_param_sync()
         return super().named_parameters(prefix, recurse, remove_duplicate)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Describe names without ``module.`` to ``torch.distributed.checkpoint.state_dict``.
+
+        It leaves out child modules that are among the values, and looks a name that is a key up in the attribute with the name
+        of the value. Otherwise an attribute of the wrapper, such as ``layout``, would hide a submodule of that name.
+        """
+        module = self.module
+        return dict.fromkeys((*module._modules, *module._parameters, *module._buffers), "module")
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the wrapped module's ``state_dict``, with its own names and complete on every rank."""

@@ -22,12 +22,15 @@ from megabucket.buffer import dtype_name
 from megabucket.ddp.hooks import shared_hook_in
 from megabucket.ddp.report import Hyperparameters, number_of, read_hyperparameters
 from megabucket.ddp.step import AGREED, GradSync, StepState
-from megabucket.errors import ConfigError, PlainOptimizerError, UnreducedGradientsError
+from megabucket.errors import ConfigError, PlainOptimizerError, UnreducedGradientsError, name_list
 
 _requires_grad: Final = attrgetter("requires_grad")
 _PLACES: Final = ("main_grad", "main_grad_copy_in_grad_buffer")
 _params: Final = itemgetter("params")
 _grad: Final = attrgetter("grad")
+
+_NOTHING_SENT: Final = (StepState.IDLE, StepState.OPEN, StepState.PUBLISHED)
+"""States in which no other rank waits for gradients of this one."""
 
 _ADAMS: Final = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)  # AdamW is an Adam
 
@@ -55,6 +58,7 @@ class PlainOptimizerGuard:
         self._rank = rank
         self._held: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Held] = weakref.WeakKeyDictionary()
         self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # in which step
+        self._making_state: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # while torch makes their state
         shared_hook_in(_global_optimizer_pre_hooks, register_optimizer_step_pre_hook).add(self.check)
         shared_hook_in(_global_optimizer_post_hooks, register_optimizer_step_post_hook).add(self.note_update)
 
@@ -66,6 +70,9 @@ class PlainOptimizerGuard:
     def note_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Count an update of parameters of the wrapper: all ranks must make equally many."""
         if isinstance(optimizer, SteppingForWrapper):
+            return
+        if optimizer in self._making_state:
+            self._making_state.discard(optimizer)
             return
         held = self._held_by(optimizer)
         if held.params:
@@ -97,7 +104,8 @@ class PlainOptimizerGuard:
             PlainOptimizerError: the gradients are reduce-scattered.
             PhaseError: an error was raised about these gradients and caught.
             UnreducedGradientsError: no sync has finished on them.
-            ConfigError: a learning rate is not finite, or the optimizer cannot mix the dtypes of parameters and gradients.
+            ConfigError: a learning rate is not finite, or the optimizer needs sparse gradients, or cannot mix the dtypes of
+                parameters and gradients.
         """
         if isinstance(optimizer, SteppingForWrapper):
             return
@@ -106,6 +114,10 @@ class PlainOptimizerGuard:
             return
         if self._sync.policy.is_sharded:
             raise PlainOptimizerError(optimizer=type(optimizer).__name__, params=held.names, rank=self._rank)
+        self._making_state.discard(optimizer)  # if its last step failed
+        if self._only_makes_state(optimizer, held):
+            self._making_state.add(optimizer)
+            return
         try:
             check_learning_rates(optimizer.param_groups)
         except ConfigError as error:
@@ -119,6 +131,11 @@ class PlainOptimizerGuard:
             for grad, param in zip(grads, held.params, strict=True)
         )
         self._check_is_reduced(has_grads=any(map(is_not, grads, repeat(None))), is_stale=is_stale)
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise ConfigError(
+                f"SparseAdam steps on sparse gradients only, and the buffers hold dense ones, so it cannot update "
+                f"{name_list(held.names)}. Use Adam for them, or freeze them while wrapping."
+            )
         is_picky = isinstance(optimizer, _ADAMS) or any(group.get("fused") for group in optimizer.param_groups)
         if not (self._has_mixed_dtypes and is_picky):
             return
@@ -130,6 +147,17 @@ class PlainOptimizerGuard:
                     "Wrap the optimizer: megabucket.DistributedOptimizer(optimizer, ddp) works in both modes and keeps float32 "
                     "main parameters; or set grad_reduce_in_fp32=False."
                 )
+
+    def _only_makes_state(self, optimizer: torch.optim.Optimizer, held: _Held) -> bool:
+        """Return whether this step only makes state: on zeros, with learning rates of zero, while no gradients are sent.
+
+        ``torch.distributed.checkpoint.state_dict`` makes such a step before it reads or loads the state of an optimizer that
+        has none. Parameters and gradients in the buffers stay as they are, so the other ranks need not know about it.
+        """
+        groups = optimizer.param_groups
+        if self._sync.state not in _NOTHING_SENT or not has_zero_rates(groups):
+            return False
+        return not any(map(_has_grad_in_buffer, held.params)) and has_zero_grads(groups)
 
     def _check_is_reduced(self, *, has_grads: bool, is_stale: bool) -> None:
         """Refuse a step on gradients that were not reduced. If only zeros of this rank are missing, finish the reduction.
@@ -151,6 +179,24 @@ class PlainOptimizerGuard:
             sync.refuse_update(error)
             raise error
         sync.ranks.step.progress.enter(sync.step, "optimizer")
+
+
+def has_zero_rates(groups: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether every learning rate is zero. A tensor on a device is not read, and counts as another number."""
+    return all(number_of(group["lr"]) == 0 for group in groups if "lr" in group)
+
+
+def has_zero_grads(groups: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether every trainable parameter has a gradient, and all of them are plain tensors of zeros."""
+    grads = [param.grad for group in groups for param in group["params"] if param.requires_grad]
+    return all(type(grad) is torch.Tensor and not grad.any() for grad in grads)
+
+
+def _has_grad_in_buffer(param: torch.Tensor) -> bool:
+    """Return whether the gradient lies in the memory of a gradient buffer."""
+    places = (getattr(param, name, None) for name in _PLACES)
+    pointers = [place.untyped_storage().data_ptr() for place in places if place is not None]
+    return param.grad is not None and param.grad.untyped_storage().data_ptr() in pointers
 
 
 def check_learning_rates(groups: Iterable[Mapping[str, Any]]) -> None:

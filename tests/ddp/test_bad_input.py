@@ -282,7 +282,7 @@ class TestWrappingTwice:
         ("again", "names"),
         [
             (lambda ddp: ddp.module, ("weight",)),
-            (lambda ddp: ddp, ("module.weight",)),
+            (lambda ddp: ddp, ("weight",)),
             (lambda ddp: torch.nn.Sequential(torch.nn.Linear(2, 2), ddp.module), ("1.weight",)),
         ],
         ids=["the same module", "a wrapper", "a module with a layer that is wrapped"],

@@ -6,10 +6,11 @@ import weakref
 import pytest
 import torch
 from loop_ranks import Ranks, Weights
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megabucket.errors import ConfigError, PlainOptimizerError, UnreducedGradientsError
+from megabucket.errors import ConfigError, MegabucketError, PlainOptimizerError, UnreducedGradientsError
 
 
 def wrap(model, **switches):
@@ -100,6 +101,19 @@ def test_reduced_gradients_are_stepped_on(kind):
     assert ddp.module.a[0].item() < 1.0
 
 
+def test_an_optimizer_of_sparse_gradients_is_refused_by_name():
+    ddp = wrap(torch.nn.Embedding(4, 2, sparse=True))
+    ddp(torch.tensor([1, 2])).sum().backward()
+
+    with pytest.raises(ConfigError) as caught:
+        torch.optim.SparseAdam(ddp.parameters()).step()
+
+    assert str(caught.value) == (
+        "SparseAdam steps on sparse gradients only, and the buffers hold dense ones, so it cannot update 'weight'. Use Adam "
+        "for them, or freeze them while wrapping."
+    )
+
+
 def test_optimizers_of_other_models_may_step_at_any_time():
     ddp, other = wrap(Weights("a"), use_distributed_optimizer=True), Weights("a")
     ddp(a=1).backward()
@@ -179,6 +193,110 @@ def test_a_wrapper_that_comes_or_goes_while_any_optimizer_steps_does_not_disturb
             handle.remove()
 
     assert other.a[0].item() == 0.0
+
+
+class TestStateOfTorch:
+    """``get_optimizer_state_dict`` of an optimizer without state steps on zeros, with learning rates of zero."""
+
+    @pytest.mark.parametrize("kind", [float, torch.tensor], ids=["a number", "a tensor"])
+    def test_it_is_made_on_one_rank_alone_and_no_update_is_counted(self, kind):
+        ranks = Ranks(2, Weights("ab"))
+
+        def program(rank, ddp):
+            optimizer = torch.optim.AdamW(ddp.parameters(), lr=kind(0.5))
+            if rank == 0:
+                _init_optim_state(optimizer)
+                _init_optim_state(torch.optim.SGD(ddp.parameters(), lr=kind(0.5)))
+            before = ddp.module.a[0].item()
+            for _ in range(2):
+                ddp(a=1, b=1).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return before, optimizer.state[ddp.module.a]["step"].item()
+
+        assert ranks.run(program) == [(1.0, 3.0), (1.0, 2.0)]
+
+    def test_it_is_made_after_a_forward_and_after_a_step(self):
+        ddp = wrap(Weights("a"))
+        loss = ddp(a=1)
+
+        _init_optim_state(optimizer := torch.optim.AdamW(ddp.parameters(), lr=0.5))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        _init_optim_state(other := torch.optim.AdamW(ddp.parameters(), lr=0.5))
+
+        assert (len(optimizer.state), len(other.state)) == (1, 1)
+
+    def test_over_reduce_scattered_gradients_it_is_refused(self):
+        ddp = wrap(Weights("a"), use_distributed_optimizer=True)
+
+        with pytest.raises(PlainOptimizerError):
+            _init_optim_state(torch.optim.AdamW(ddp.parameters(), lr=0.5))
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda optimizer, _: optimizer.param_groups[0].update(lr=1e-9),
+            lambda optimizer, _: optimizer.param_groups[0].update(lr=torch.tensor(1e-9)),
+            lambda _, ddp: ddp.module.b.grad[3].fill_(1e-9),
+            lambda _, ddp: setattr(ddp.module.b, "grad", None),
+            lambda _, ddp: setattr(ddp.module.b, "grad", ddp.module.b.main_grad.zero_()),
+        ],
+        ids=["a learning rate", "a tensor of one", "a gradient that is not zero", "no gradient", "zeros in the buffer"],
+    )
+    def test_any_other_step_without_a_sync_is_refused(self, change):
+        ddp = wrap(Weights("ab"))
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.0)
+        for param in ddp.parameters():
+            param.grad = torch.zeros_like(param)
+        change(optimizer, ddp)
+
+        with pytest.raises(UnreducedGradientsError):
+            optimizer.step()
+
+    def test_while_buckets_are_sent_it_is_refused(self):
+        ddp = wrap(Weights("a"), finish="explicit")
+        ddp(a=1).backward()
+        ddp.module.a.grad = None
+
+        with pytest.raises(UnreducedGradientsError):
+            _init_optim_state(torch.optim.AdamW(ddp.parameters(), lr=0.5))
+
+    def test_an_update_with_a_learning_rate_of_zero_is_counted(self):
+        ranks = Ranks(2, Weights("a"))
+
+        def program(rank, ddp):
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+            ddp(a=0).backward()
+            if rank == 0:
+                optimizer.step()
+            ddp.zero_grad()
+            ddp(a=1).backward()
+
+        with pytest.raises(MegabucketError, match="optimizer updates since"):
+            ranks.run(program)
+
+    def test_one_that_fails_hides_no_later_update(self):
+        ranks = Ranks(2, Weights("a"))
+
+        def fail(*_):
+            raise ZeroDivisionError
+
+        def program(rank, ddp):
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+            handle = optimizer.register_step_pre_hook(fail)
+            with pytest.raises(ZeroDivisionError):
+                _init_optim_state(optimizer)
+            handle.remove()
+            optimizer.param_groups[0]["lr"] = 1.0 + rank
+            ddp.module.a.grad = None
+            ddp(a=1).backward()
+            optimizer.step()
+            ddp(a=1).backward()
+
+        with pytest.raises(MegabucketError, match="lr of group 0"):
+            ranks.run(program)
 
 
 class TestMixedDtypes:

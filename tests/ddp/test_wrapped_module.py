@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from loop_ranks import Ranks, Weights, grads
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megabucket.comm import Communicator
@@ -40,6 +41,15 @@ def small_model():
         torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4).requires_grad_(False), torch.nn.Linear(4, 2)
     )
     return model.double()
+
+
+class Parts(torch.nn.Module):
+    """Has parts with the names of attributes of the wrapper."""
+
+    def __init__(self):
+        super().__init__()
+        self.layout, self.module = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        self.scale = torch.nn.Parameter(torch.ones(2))
 
 
 def hook_counts(module):
@@ -250,6 +260,58 @@ class TestState:
         assert list(state) == ["0.a", "1.weight", "1.bias"]
         assert (result.missing_keys, result.unexpected_keys) == ([], [])
         assert outer[0].module.a[0].item() == 6.0
+
+    def test_parameters_and_statistics_have_the_names_of_the_module(self):
+        model = small_model()
+        names, statistics = ([name for name, _ in found] for found in (model.named_parameters(), model.named_buffers()))
+
+        ddp = wrap(model)
+
+        assert [name for name, _ in ddp.named_parameters()] == names
+        assert [name for name, _ in ddp.named_parameters(prefix="net")] == [f"net.{name}" for name in names]
+        assert [name for name, _ in ddp.named_buffers()] == statistics
+        assert list(ddp.named_parameters(recurse=False)) == []
+        assert ddp.get_parameter("0.weight") is model[0].weight
+
+    def test_an_outer_module_has_them_as_well(self):
+        outer = torch.nn.Sequential(wrap(Weights("a")), torch.nn.Linear(2, 2))
+
+        assert [name for name, _ in outer.named_parameters()] == list(outer.state_dict()) == ["0.a", "1.weight", "1.bias"]
+
+    def test_the_wrapper_and_the_module_have_one_name_and_all_modules_are_there_once(self):
+        ddp = wrap(small_model())
+        ddp.extra = torch.nn.Linear(1, 1)
+
+        assert [name for name, _ in ddp.named_modules()] == ["", "", "0", "1", "2", "3", "extra"]
+        assert len(set(ddp.modules())) == len(list(ddp.modules())) == 7
+        twice = [name for name, _ in torch.nn.ModuleList([ddp, ddp]).named_modules(remove_duplicate=False)]
+        assert twice.count("0.3") == twice.count("1.3") == 1
+
+    @pytest.mark.parametrize(
+        ("put", "prefix"),
+        [
+            (wrap, ""),
+            (lambda net: torch.nn.ModuleDict({"net": wrap(net)}), "net."),
+            (lambda net: torch.compile(wrap(net), backend="eager"), ""),
+            (lambda net: wrap(torch.nn.Sequential(torch.compile(net, backend="eager"))), "0."),
+            (lambda net: wrap(torch.compile(net, backend="eager")), "_orig_mod."),  # as in its state_dict
+        ],
+        ids=["wrapped", "inside a module", "compiled", "around a compiled part", "around a compiled module"],
+    )
+    def test_torchs_state_dict_functions_give_the_optimizer_the_same_names_and_load_them(self, put, prefix):
+        outer, other = put(Parts()), put(Parts())
+        optimizer, another = (torch.optim.AdamW(one.parameters(), lr=rate) for one, rate in ((outer, 0.5), (other, 0.25)))
+        with torch.no_grad():
+            for param in outer.parameters():
+                param.add_(3)
+
+        model_state, state = get_state_dict(outer, optimizer)
+        names = [f"{prefix}{name}" for name in ("layout.weight", "layout.bias", "scale", "module.weight", "module.bias")]
+        assert sorted(model_state) == sorted(state["state"]) == sorted(names)
+
+        set_state_dict(other, another, model_state_dict=dict(model_state), optim_state_dict=state)
+        assert all(torch.equal(a, b) for a, b in zip(outer.parameters(), other.parameters(), strict=True))
+        assert another.param_groups[0]["lr"] == 0.5
 
     def test_loading_copies_into_the_buffer(self):
         ddp = wrap(Weights("a"))

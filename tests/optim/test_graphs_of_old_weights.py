@@ -130,7 +130,7 @@ def test_a_step_bumps_every_parameter_once_it_updates_and_nothing_if_it_is_skipp
     def program(_, ddp, optimizer):
         before = {name: param._version for name, param in ddp.named_parameters()}
         steps(ddp, optimizer)
-        return {name for name, param in ddp.module.named_parameters() if param._version != before[f"module.{name}"]}
+        return {name for name, param in ddp.module.named_parameters() if param._version != before[name]}
 
     model = Net().to(dtype)
     model.first.bias.requires_grad_(not is_frozen)

@@ -323,7 +323,7 @@ def test_a_parameter_that_left_its_group_is_an_error(take_out, kind):
         groups, params = list(one.optimizer.param_groups), list(one.optimizer.param_groups[0]["params"])
         before = one.weights()
         with pytest.raises(
-            PhaseError, match="have left their parameter group|were added to the optimizer and have no shard yet"
+            PhaseError, match=r"have left their parameter group|were added to the optimizer and have no shard yet"
         ):
             one.train(lambda one: take_out(one.optimizer))
         assert torch.equal(one.weights(), before)
