@@ -139,6 +139,8 @@ def _results(
 ) -> list[torch.Tensor]:
     """Step once with each of ``grads`` on values, cut by ``cut``; return the updated values for each kind of group, 1D."""
     tried = _copy_of(optimizer, cut(before))
+    # A schedule-free optimizer steps in this mode only, and loops may switch it when everything is wrapped.
+    getattr(tried, "train", lambda: None)()
     step: Any = type(tried).step  # not ``tried.step``: schedulers and frameworks put a function of their own there
     # Torch wraps it in a function that calls the hooks for all optimizers of the process, which need not see copies.
     if getattr(step, "hooked", False) and step.__globals__["__name__"] == torch.optim.Optimizer.__module__:
