@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, is_not, itemgetter
 from typing import Any, Final, NamedTuple
@@ -30,6 +30,10 @@ _params: Final = itemgetter("params")
 _grad: Final = attrgetter("grad")
 
 _ADAMS: Final = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)  # AdamW is an Adam
+
+
+_Arguments = tuple[Sequence[Any], Mapping[str, Any]]
+"""Of a ``step``: by position and by name."""
 
 
 class _Held(NamedTuple):
@@ -84,8 +88,14 @@ class PlainOptimizerGuard:
             self._held[optimizer] = known
         return known
 
-    def check(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def check(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Arguments | None:
         """Refuse a step that would use gradients of the wrapper that were not reduced.
+
+        Args:
+            args: of ``step``, the optimizer included. A closure makes gradients, so they are checked when it returns.
+
+        Returns:
+            other arguments for ``step``, if it has a closure.
 
         Raises:
             PlainOptimizerError: the gradients are reduce-scattered.
@@ -95,9 +105,24 @@ class PlainOptimizerGuard:
         """
         held = self._held_by(optimizer)
         if not any(map(_requires_grad, held.params)):
-            return
+            return None
         if self._sync.policy.is_sharded:
             raise PlainOptimizerError(optimizer=type(optimizer).__name__, params=held.names, rank=self._rank)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            self._check_grads(optimizer, held)
+            return None
+
+        def closure_then_check() -> Any:
+            value = closure()
+            self._check_grads(optimizer, held)
+            return value
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": closure_then_check}
+        return (args[0], closure_then_check, *args[2:]), kwargs
+
+    def _check_grads(self, optimizer: torch.optim.Optimizer, held: _Held) -> None:
         try:
             check_learning_rates(optimizer.param_groups)
         except ConfigError as error:
