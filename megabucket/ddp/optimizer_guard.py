@@ -115,7 +115,7 @@ class PlainOptimizerGuard:
 
         def closure_then_check() -> Any:
             value = closure()
-            self._check_grads(optimizer, held)
+            self.check(optimizer, args[:1], {})  # from the beginning: the closure may have changed the groups, or the wrapper
             return value
 
         if "closure" in kwargs:

@@ -139,6 +139,22 @@ class TestClosure:
         with pytest.raises(UnreducedGradientsError):
             torch.optim.SGD([first.module.a, second.module.a], lr=1.0).step(closure)
 
+    def test_it_may_rebuild_the_wrapper(self):
+        model = Weights("ab")
+        model.b.requires_grad_(False)
+        ddp = wrap(model)
+        optimizer = torch.optim.SGD([model.a], lr=1.0)
+
+        def closure():
+            model.b.requires_grad_(True)
+            optimizer.add_param_group({"params": [model.b]})
+            ddp.rebuild()
+            ddp(a=1, b=2).backward()
+
+        optimizer.step(closure)
+
+        assert (model.a[0].item(), model.b[0].item()) == (0.0, -1.0)
+
     def test_reduce_scattered_gradients_are_refused_before_it(self):
         ddp = wrap(Weights("a"), use_distributed_optimizer=True)
 
