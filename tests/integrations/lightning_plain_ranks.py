@@ -25,8 +25,8 @@ def without_shards(**fields: object) -> mb.DistributedDataParallelConfig:
     return mb.DistributedDataParallelConfig(use_distributed_optimizer=False, **{"bucket_size": 200} | fields)
 
 
-def megabucket(**fields: object) -> adapter.MegabucketStrategy:
-    return adapter.MegabucketStrategy(without_shards(**fields))
+def megabucket(*, of_ddp: dict[str, object] | None = None, **fields: object) -> adapter.MegabucketStrategy:
+    return adapter.MegabucketStrategy(without_shards(**fields), **of_ddp or {})
 
 
 class Optimized(Net):
@@ -147,13 +147,15 @@ CASES: dict[str, tuple[Callable[[], Net], dict[str, object], dict[str, object], 
         FINDING,
         {},
     ),
+    "GAN, finding unused": (lambda: Gan(toggles=False), {}, FINDING, {}),
+    "GAN, toggled, finding unused": (lambda: Gan(toggles=True), {"check_model_changes": False}, FINDING, {}),
 }
 
 
 def compare(root: Path, said: dict[str, object]) -> None:
     for name, (make, fields, of_ddp, options) in CASES.items():
         reference = train(root, DDPStrategy(**of_ddp), make(), **options)
-        found = train(root, megabucket(**fields), make(), **options)
+        found = train(root, megabucket(of_ddp={} if "unused_parameters" in fields else of_ddp, **fields), make(), **options)
         said[name] = {
             "moved": distance(make(), reference),
             "distance": distance(found, reference),

@@ -19,6 +19,8 @@ OPTIMIZERS = {
     "Muon and AdamW": ["Muon", "AdamW"],
     "GAN": ["Adam", "Adam"],
     "GAN, toggled": ["Adam", "Adam"],
+    "GAN, finding unused": ["Adam", "Adam"],
+    "GAN, toggled, finding unused": ["Adam", "Adam"],
 }
 
 
