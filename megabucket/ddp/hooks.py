@@ -26,7 +26,7 @@ from megabucket.errors import PhaseError
 
 GradHook = Callable[[torch.Tensor], None]
 
-_Method = Callable[..., None]
+_Method = Callable[..., Any]
 
 _EARLIER: Final = -1  # ids that no handle of a hook has
 _NONE: Final = -2
@@ -314,11 +314,14 @@ class _SharedHook:
         with self._changing:
             self._methods = (*(known for known in self._methods if known() is not None), weakref.WeakMethod(method))
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, first: Any, *args: Any) -> Any:
+        """Call all guards. What one returns takes the place of ``args``, for the others and for torch."""
+        replaced = None
         for known in self._methods:
             method = known()
-            if method is not None:
-                method(*args)
+            if method is not None and (result := method(first, *args)) is not None:
+                args = replaced = result
+        return replaced
 
 
 def shared_hook_in(hooks: dict[int, Any], register: Callable[[Any], RemovableHandle]) -> _SharedHook:

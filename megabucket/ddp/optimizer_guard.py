@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, is_not, itemgetter
 from typing import Any, Final, NamedTuple
@@ -33,6 +33,10 @@ _NOTHING_SENT: Final = (StepState.IDLE, StepState.OPEN, StepState.PUBLISHED)
 """States in which no other rank waits for gradients of this one."""
 
 _ADAMS: Final = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)  # AdamW is an Adam
+
+
+_Arguments = tuple[Sequence[Any], Mapping[str, Any]]
+"""Of a ``step``: by position and by name."""
 
 
 class SteppingForWrapper(torch.optim.Optimizer):
@@ -97,8 +101,14 @@ class PlainOptimizerGuard:
             self._held[optimizer] = known
         return known
 
-    def check(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def check(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Arguments | None:
         """Refuse a step that would use gradients of the wrapper that were not reduced.
+
+        Args:
+            args: of ``step``, the optimizer included. A closure makes gradients, so they are checked when it returns.
+
+        Returns:
+            other arguments for ``step``, if it has a closure.
 
         Raises:
             PlainOptimizerError: the gradients are reduce-scattered.
@@ -108,16 +118,31 @@ class PlainOptimizerGuard:
                 parameters and gradients.
         """
         if isinstance(optimizer, SteppingForWrapper):
-            return
+            return None
         held = self._held_by(optimizer)
         if not any(map(_requires_grad, held.params)):
-            return
+            return None
         if self._sync.policy.is_sharded:
             raise PlainOptimizerError(optimizer=type(optimizer).__name__, params=held.names, rank=self._rank)
         self._making_state.discard(optimizer)  # if its last step failed
         if self._only_makes_state(optimizer, held):
             self._making_state.add(optimizer)
-            return
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            self._check_grads(optimizer, held)
+            return None
+
+        def closure_then_check() -> Any:
+            value = closure()
+            self.check(optimizer, args[:1], {})  # from the beginning: the closure may have changed the groups, or the wrapper
+            return value
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": closure_then_check}
+        return (args[0], closure_then_check, *args[2:]), kwargs
+
+    def _check_grads(self, optimizer: torch.optim.Optimizer, held: _Held) -> None:
         try:
             check_learning_rates(optimizer.param_groups)
         except ConfigError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
@@ -15,8 +15,13 @@ from megabucket.errors import ConfigError
 from megabucket.optim import DistributedOptimizer
 
 SHARDED = DistributedDataParallelConfig(use_distributed_optimizer=True)
+WITHOUT_SHARDS = (
+    "give the adapter DistributedDataParallelConfig(use_distributed_optimizer=False), under which it leaves torch's optimizers "
+    "and their gradients to the framework"
+)
 NO_CLIP_BY_VALUE = (
-    "gradients are clipped by norm only, sharded or not: of a sharded gradient no rank holds all values. Clip by norm instead."
+    "with a sharded optimizer gradients are clipped by norm only: no rank holds all values. Clip by norm, or "
+    f"{WITHOUT_SHARDS}: they are clipped as under its own DDP."
 )
 
 
@@ -24,11 +29,40 @@ def config_for(given: DistributedDataParallelConfig | None, scaler: object | Non
     """Return the given config, or by default one with a sharded optimizer.
 
     Args:
-        scaler: the loss scaler, if there is one: it tests for gradients that are not finite.
+        scaler: the loss scaler, if there is one: it tests for gradients that are not finite, unless the config says otherwise.
     """
-    if given is not None:
-        return given
-    return SHARDED if scaler is None else SHARDED.model_copy(update={"nonfinite_gradients": "allow"})
+    config = given or SHARDED
+    if scaler is None or "nonfinite_gradients" in config.model_fields_set:
+        return config
+    return config.model_copy(update={"nonfinite_gradients": "allow"})
+
+
+def with_torch_arguments(
+    config: DistributedDataParallelConfig | None, given: Mapping[str, object], *, prefix: str = ""
+) -> DistributedDataParallelConfig | None:
+    """Return the config of an adapter with ``find_unused_parameters`` of torch DDP, as ``unused_parameters="skip"``.
+
+    Args:
+        given: arguments of torch DDP by name, without those that were left at their defaults.
+        prefix: of these names in the framework.
+
+    Raises:
+        ConfigError: there are other arguments, or the config says something else about unused parameters.
+    """
+    if others := sorted(given.keys() - {"find_unused_parameters"}):
+        raise ConfigError(
+            f"{', '.join(prefix + name for name in others)}: these are arguments of torch DDP. Give the adapter a "
+            "DistributedDataParallelConfig, with bucket_cap_mb=25, for instance."
+        )
+    if not given.get("find_unused_parameters"):
+        return config
+    config = config or SHARDED
+    if config.unused_parameters not in ("error", "skip"):
+        raise ConfigError(
+            f"{prefix}find_unused_parameters=True means unused_parameters='skip', and the config has "
+            f"unused_parameters={config.unused_parameters!r}: keep one of them."
+        )
+    return config.model_copy(update={"unused_parameters": "skip"})
 
 
 class Framework(NamedTuple):

@@ -1,21 +1,35 @@
 """Lightning: ``strategy="megabucket"`` for a ``Trainer`` or ``Fabric``, once this module was imported.
 
-Both strategies are Lightning's own ``DDPStrategy`` with another wrapper, another optimizer and another norm: process group,
-launcher, samplers, precision and checkpoint files stay Lightning's. Docs: ``docs/lightning.md``.
+Both strategies are Lightning's own ``DDPStrategy`` with another wrapper and, if the optimizer is sharded, another optimizer and
+another norm: process group, launcher, samplers, precision and checkpoint files stay Lightning's. Docs: ``docs/lightning.md``.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from itertools import chain
+from operator import attrgetter
+from typing import Any, Final
 
 import torch
 
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import ConfigError, MegabucketError
-from megabucket.integrations import NO_CLIP_BY_VALUE, Framework, FrameworkOptimizer, config_for, require, wrapper_of
+from megabucket.integrations import (
+    NO_CLIP_BY_VALUE,
+    SHARDED,
+    WITHOUT_SHARDS,
+    Framework,
+    FrameworkOptimizer,
+    config_for,
+    require,
+    with_torch_arguments,
+    wrapper_of,
+)
 
 require(Framework("lightning", (2, 6), (2, 7)), adapter=__name__, extra="lightning")
 
@@ -25,6 +39,7 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl  # noqa: E
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerStatus  # noqa: E402
 
+_requires_grad: Final = attrgetter("requires_grad")
 _OF_TORCH_DDP = frozenset({"ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"})
 _DESCRIPTION = "megabucket: gradients reduced in buckets while backward runs, and a sharded optimizer"
 
@@ -37,41 +52,63 @@ class MegabucketStrategy(DDPStrategy):
     optimizer are plain ones, with complete state.
 
     Args:
-        config: shards the optimizer's state if not given.
-        **ddp_strategy: arguments of Lightning's ``DDPStrategy``, except those of torch DDP.
+        config: shards the optimizer's state if not given. With ``use_distributed_optimizer=False`` gradients are all-reduced,
+            and any torch optimizers step on them as under ``strategy="ddp"``.
+        **ddp_strategy: arguments of Lightning's ``DDPStrategy``. Of those of torch DDP it takes ``find_unused_parameters``.
 
     Raises:
-        ConfigError: an argument is meant for torch DDP.
+        ConfigError: another argument is meant for torch DDP.
     """
 
     optimizers: list[Any]  # a property of Lightning's
 
     def __init__(self, config: DistributedDataParallelConfig | None = None, **ddp_strategy: Any) -> None:
         super().__init__(**ddp_strategy)
-        _refuse_arguments_of_torch_ddp({*self._ddp_kwargs, *(_OF_TORCH_DDP & ddp_strategy.keys())})
-        self.config = config
+        of_torch_ddp = {name: ddp_strategy.get(name) for name in {*self._ddp_kwargs, *_OF_TORCH_DDP}}
+        self.config = with_torch_arguments(config, _changed(of_torch_ddp))
         self._wrapper: DistributedDataParallel | None = None
+        self._frozen: list[torch.nn.Parameter] = []  # in no buffer
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self._wrapper is not None and self._wrapper.policy.is_sharded
 
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         config = config_for(self.config, getattr(self.precision_plugin, "scaler", None))
         self._wrapper = DistributedDataParallel(model, config)
+        self._note_frozen(self._wrapper)
         return self._wrapper
+
+    def _note_frozen(self, wrapper: DistributedDataParallel) -> None:
+        self._frozen = [param for param in wrapper.module.parameters() if param not in wrapper.param_names]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Take up parameters that were unfrozen and added to an optimizer, as ``BaseFinetuning`` does, then run the step."""
+        if self._wrapper is not None and any(map(_requires_grad, self._frozen)):  # usually there are none
+            unfrozen = set(filter(_requires_grad, self._frozen))
+            held = (group["params"] for optimizer in self.optimizers for group in optimizer.param_groups)
+            if not unfrozen.isdisjoint(chain.from_iterable(held)):
+                self._wrapper.rebuild()
+                self._note_frozen(self._wrapper)
+        return super().training_step(*args, **kwargs)
 
     def _register_ddp_hooks(self) -> None:
         """Register nothing: communication hooks are torch DDP's, and were refused."""
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Make the optimizer of the module, and shard it.
+        """Make the optimizers of the module, and shard the one that there is if the config says so.
 
         Raises:
-            ConfigError: there are several.
+            ConfigError: there are several to shard.
         """
         super().setup_optimizers(trainer)
+        if not self._is_sharded:
+            return
         if len(self.optimizers) != 1:
             raise ConfigError(
-                f"configure_optimizers() gave {len(self.optimizers)} optimizers, and one steps on the shards of a module. If "
-                "they step together, make them groups of one. If each has a loss of its own, as in a GAN, use Fabric with "
-                "fabric.setup(module, optimizer) for each; or strategy='ddp'."
+                f"configure_optimizers() gave {len(self.optimizers)} optimizers, and one steps on all shards of a module. If "
+                "they differ in hyperparameters only, make them parameter groups of one. Otherwise, as in a GAN, "
+                f"{WITHOUT_SHARDS}: MegabucketStrategy(config)."
             )
         self.optimizers = [FrameworkOptimizer(self.optimizers[0], self.model)]
         # The trainer, self.clip_gradients and plugins clip through these two, which would clip by one rank's shards.
@@ -86,6 +123,7 @@ class MegabucketStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         """Restore a plain module, and a plain optimizer with complete state unless training has failed."""
+        is_sharded = self._is_sharded
         wrapper, self._wrapper = self._wrapper, None
         if wrapper is not None:
             self.model = self.lightning_module
@@ -96,10 +134,11 @@ class MegabucketStrategy(DDPStrategy):
                 with suppress(MegabucketError):  # the first error must stay visible
                     wrapper.detach()
             else:
-                optimizer: FrameworkOptimizer = self.optimizers[0]
-                optimizer.zero_grad()  # a last batch may not have been stepped on
-                optimizer.before_rebuild()
-                self.optimizers = [optimizer.torch_optimizer]
+                wrapper.zero_grad()  # a last batch may not have been stepped on
+                if is_sharded:
+                    optimizer: FrameworkOptimizer = self.optimizers[0]
+                    optimizer.before_rebuild()
+                    self.optimizers = [optimizer.torch_optimizer]
                 wrapper.detach()
         super().teardown()
 
@@ -111,17 +150,17 @@ class MegabucketFabricStrategy(FabricDDPStrategy):
     the whole gradient and returns it. ``fabric.save`` writes complete state. Every rank makes these calls.
 
     Args:
-        config: shards the optimizer's state if not given.
-        **ddp_strategy: arguments of Fabric's ``DDPStrategy``, except those of torch DDP.
+        config: shards the optimizer's state if not given. With ``use_distributed_optimizer=False`` gradients are all-reduced,
+            and any torch optimizers step on them as under ``strategy="ddp"``.
+        **ddp_strategy: arguments of Fabric's ``DDPStrategy``. Of those of torch DDP it takes ``find_unused_parameters``.
 
     Raises:
-        ConfigError: an argument is meant for torch DDP.
+        ConfigError: another argument is meant for torch DDP.
     """
 
     def __init__(self, config: DistributedDataParallelConfig | None = None, **ddp_strategy: Any) -> None:
         super().__init__(**ddp_strategy)
-        _refuse_arguments_of_torch_ddp({*self._ddp_kwargs})
-        self.config = config
+        self.config = with_torch_arguments(config, _changed(self._ddp_kwargs))
         self._backward_sync_control = _NoSync()
         self._wrappers: list[DistributedDataParallel] = []
 
@@ -131,12 +170,14 @@ class MegabucketFabricStrategy(FabricDDPStrategy):
         self._wrappers.append(DistributedDataParallel(module, config))
         return self._wrappers[-1]
 
-    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> FrameworkOptimizer:
-        """Shard the optimizer of a wrapped module.
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Shard the optimizer of a wrapped module, if the config says so.
 
         Raises:
             ConfigError: its module was not set up.
         """
+        if not (self.config or SHARDED).use_distributed_optimizer:
+            return optimizer
         wrapper = wrapper_of(optimizer, self._wrappers, remedy="call fabric.setup_module(model) before setup_optimizers.")
         return FrameworkOptimizer(optimizer, wrapper)
 
@@ -154,19 +195,26 @@ class MegabucketFabricStrategy(FabricDDPStrategy):
             ConfigError: ``norm_type`` is below 1.
             RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
         """
+        if not isinstance(optimizer, FrameworkOptimizer):
+            unsharded: torch.Tensor = super().clip_gradients_norm(
+                module, optimizer, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+            )
+            return unsharded
         self.precision.unscale_gradients(optimizer)
-        norm: torch.Tensor = optimizer.clip_grad_norm_(max_norm, norm_type)
+        norm = optimizer.clip_grad_norm_(max_norm, norm_type)
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(f"the gradient norm is {norm.item()}; with error_if_nonfinite=False the step is skipped")
         return norm
 
     def clip_gradients_value(self, module: torch.nn.Module, optimizer: Any, clip_val: float) -> None:
-        """Refuse to clip by value.
+        """Clip by value, unless gradients are sharded.
 
         Raises:
-            ConfigError: always.
+            ConfigError: they are.
         """
-        raise ConfigError(NO_CLIP_BY_VALUE)
+        if isinstance(optimizer, FrameworkOptimizer):
+            raise ConfigError(NO_CLIP_BY_VALUE)
+        super().clip_gradients_value(module, optimizer, clip_val)
 
     def teardown(self) -> None:
         """Restore plain modules. Fabric does not call it: call ``fabric.strategy.teardown()``."""
@@ -182,17 +230,10 @@ class _NoSync(_BackwardSyncControl):
         return module.no_sync() if enabled and isinstance(module, DistributedDataParallel) else nullcontext()
 
 
-def _refuse_arguments_of_torch_ddp(given: set[str]) -> None:
-    """Refuse arguments that Lightning would pass on to torch DDP.
-
-    Raises:
-        ConfigError: there are some.
-    """
-    if given:
-        raise ConfigError(
-            f"{', '.join(sorted(given))}: these are arguments of torch DDP. megabucket takes a DistributedDataParallelConfig: "
-            'MegabucketStrategy(DistributedDataParallelConfig(unused_parameters="zero", bucket_cap_mb=25)), for instance.'
-        )
+def _changed(arguments: Mapping[str, object]) -> dict[str, object]:
+    """Return the arguments without torch DDP's defaults: ``LightningCLI`` passes every argument."""
+    defaults = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
+    return {name: value for name, value in arguments.items() if value != (defaults[name].default if name in defaults else None)}
 
 
 StrategyRegistry.register("megabucket", MegabucketStrategy, description=_DESCRIPTION)

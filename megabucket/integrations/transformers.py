@@ -18,7 +18,16 @@ import torch
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointMismatchError, ConfigError, PhaseError
-from megabucket.integrations import NO_CLIP_BY_VALUE, Framework, FrameworkOptimizer, config_for, require, wrapper_of
+from megabucket.integrations import (
+    NO_CLIP_BY_VALUE,
+    SHARDED,
+    Framework,
+    FrameworkOptimizer,
+    config_for,
+    require,
+    with_torch_arguments,
+    wrapper_of,
+)
 
 require(
     Framework("transformers", (5, 23), (5, 24)),
@@ -28,7 +37,7 @@ require(
 )
 
 from accelerate import Accelerator  # noqa: E402 - after the line that says how to install it
-from accelerate.utils import DistributedType  # noqa: E402
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import Trainer  # noqa: E402
 
@@ -42,22 +51,21 @@ class MegabucketAccelerator(Accelerator):
     rank. ``end_training()`` restores plain models.
 
     Args:
-        ddp_config: shards the optimizer's state if not given.
+        ddp_config: shards the optimizer's state if not given. With ``use_distributed_optimizer=False`` gradients are
+            all-reduced, and any torch optimizers step on them as under torch DDP.
 
     Raises:
-        ConfigError: a handler has arguments of torch DDP.
+        ConfigError: ``DistributedDataParallelKwargs`` has other arguments of torch DDP than ``find_unused_parameters``.
     """
 
     ddp_config: DistributedDataParallelConfig | None = None
 
     def __init__(self, *args: Any, ddp_config: DistributedDataParallelConfig | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.ddp_handler is not None:
-            raise ConfigError(
-                "DistributedDataParallelKwargs are arguments of torch DDP; megabucket takes ddp_config, a "
-                "DistributedDataParallelConfig."
-            )
-        self.ddp_config = ddp_config
+        handler = self.ddp_handler or DistributedDataParallelKwargs()
+        defaults = vars(DistributedDataParallelKwargs())
+        given = {name: value for name, value in vars(handler).items() if value != defaults[name]}
+        self.ddp_config = with_torch_arguments(ddp_config, given)
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """Apply device, precision and compilation as accelerate does, and wrap models with trainable parameters.
@@ -79,17 +87,23 @@ class MegabucketAccelerator(Accelerator):
         return wrapper
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """Shard the optimizer of a prepared model.
+        """Shard the optimizer of a prepared model, if the config says so.
 
         Raises:
             ConfigError: its model was not prepared.
         """
+        if not self._is_sharded:
+            return super().prepare_optimizer(optimizer, device_placement)
         if not getattr(optimizer, "_is_accelerate_prepared", False):
             remedy = "prepare(model, optimizer, ...) in this order; models of other frameworks need their own Accelerator."
             wrapper = wrapper_of(optimizer, self._models, remedy=remedy)
             optimizer = FrameworkOptimizer(optimizer, wrapper, returns_grad_norm=False)
         # Moving it would gather the state and load it again; it is on the model's device already.
         return super().prepare_optimizer(optimizer, device_placement=False)
+
+    @property
+    def _is_sharded(self) -> bool:
+        return (self.ddp_config or SHARDED).use_distributed_optimizer
 
     @contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
@@ -125,12 +139,14 @@ class MegabucketAccelerator(Accelerator):
         return super().clip_grad_norm_(given, max_norm, norm_type)  # type: ignore[no-any-return]
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Refuse to clip by value.
+        """Clip by value, unless gradients are sharded.
 
         Raises:
-            ConfigError: always.
+            ConfigError: they are.
         """
-        raise ConfigError(NO_CLIP_BY_VALUE)
+        if self._is_sharded:
+            raise ConfigError(NO_CLIP_BY_VALUE)
+        super().clip_grad_value_(parameters, clip_value)
 
     def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the model inside our wrapper, and inside accelerate's."""
@@ -190,10 +206,10 @@ class MegabucketTrainerMixin:
     """Lets a subclass of ``transformers.Trainer`` train with megabucket: ``class T(MegabucketTrainerMixin, SFTTrainer)``.
 
     Args:
-        ddp_config: shards the optimizer's state if not given.
+        ddp_config: as that of ``MegabucketAccelerator``.
 
     Raises:
-        ConfigError: training arguments are meant for torch DDP.
+        ConfigError: training arguments are meant for torch DDP. It takes ``ddp_find_unused_parameters``.
     """
 
     args: Any
@@ -206,18 +222,15 @@ class MegabucketTrainerMixin:
 
     def create_accelerator_and_postprocess(self) -> None:
         """Let the trainer make its accelerator, then change its class to ours."""
-        names = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
-        given = [name for name in names if getattr(self.args, name, None) is not None]
-        if given:
-            raise ConfigError(
-                f"{', '.join(given)}: these training arguments are for torch DDP. megabucket takes ddp_config, a "
-                'DistributedDataParallelConfig: unused_parameters="zero", bucket_cap_mb=25, for instance.'
-            )
+        names = ("find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_graph")
+        values = {name: getattr(self.args, f"ddp_{name}", None) for name in names}
+        given = {name: value for name, value in values.items() if value is not None}
+        ddp_config = with_torch_arguments(self._ddp_config, given, prefix="ddp_")
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         # The trainer chooses the class and passes on bound methods of the object, so the object must stay. Our class adds
         # methods and one attribute.
         self.accelerator.__class__ = MegabucketAccelerator
-        self.accelerator.ddp_config = self._ddp_config
+        self.accelerator.ddp_config = ddp_config
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save the state of all ranks. The trainer calls ``state_dict()`` on one rank; gathering takes all."""

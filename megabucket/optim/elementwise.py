@@ -140,6 +140,8 @@ def _results(
 ) -> list[torch.Tensor]:
     """Step once with each of ``grads`` on values, cut by ``cut``; return the updated values for each kind of group, 1D."""
     tried = _copy_of(optimizer, cut(before))
+    # A schedule-free optimizer steps in this mode only, and loops may switch it when everything is wrapped.
+    getattr(tried, "train", lambda: None)()
     step = unhooked_step(tried)  # hooks for all optimizers of the process need not see copies
     for grad_values in grads:
         for group in tried.param_groups:

@@ -46,8 +46,8 @@ KNOWN_NUMBERS: Final = frozenset[str]().union(*NUMBERS_OF.values())
 """All of them. For a scalar parameter the shape of a value does not show whether it is one per element."""
 
 AS_PLAIN: Final = (
-    "{0} without a DistributedOptimizer around it, under use_distributed_optimizer=False; adapters for frameworks always "
-    "make a DistributedOptimizer, so there {0} needs the framework's own DDP."
+    "{0} without a DistributedOptimizer around it, under DistributedDataParallelConfig(use_distributed_optimizer=False); given "
+    "this config, the adapters for Lightning and Hugging Face make none."
 )
 """How to use an optimizer that cannot step on flat tensors, whatever the config is now."""
 

@@ -1,5 +1,6 @@
 """A plain torch optimizer never steps on gradients that are not what it takes them for."""
 
+import copy
 import gc
 import weakref
 
@@ -77,6 +78,89 @@ def test_the_text_is_the_same_on_every_rank():
 
     first, second = ranks.run(program)
     assert first == second
+
+
+class TestClosure:
+    """``step(closure)`` gets its gradients from the closure, as often as the optimizer calls it."""
+
+    @pytest.mark.parametrize("by_name", [False, True])
+    def test_the_last_backward_may_run_in_it(self, by_name):
+        ddp = wrap(Weights("a"))
+        with ddp.no_sync():
+            ddp(a=1).backward()
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+
+        def closure():
+            ddp(a=2).backward()
+            return 7.0
+
+        result = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+
+        assert result == 7.0
+        assert ddp.module.a[0].item() == 1.0 - (1.0 + 2.0)
+
+    def test_local_gradients_from_it_are_refused(self):
+        ddp = wrap(Weights("a"))
+
+        def closure():
+            with ddp.no_sync():
+                ddp(a=1).backward()
+
+        with pytest.raises(UnreducedGradientsError):
+            torch.optim.SGD(ddp.parameters(), lr=1.0).step(closure)
+
+        assert ddp.module.a[0].item() == 1.0
+
+    def test_it_may_be_called_many_times(self):
+        def train(model):
+            optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, tolerance_grad=0.0)
+
+            def closure():
+                optimizer.zero_grad()
+                loss = model(torch.ones(1, 2)).square().sum()
+                loss.backward()
+                return loss
+
+            return [optimizer.step(closure).item() for _ in range(3)]
+
+        plain = torch.nn.Linear(2, 1)
+        module = copy.deepcopy(plain)
+
+        assert train(wrap(module)) == train(plain)
+        assert torch.equal(module.weight, plain.weight)
+
+    def test_with_several_wrappers_gradients_of_each_are_checked_after_it(self):
+        first, second = wrap(Weights("a")), wrap(Weights("a"))
+
+        def closure():
+            first(a=1).backward()
+            with second.no_sync():
+                second(a=1).backward()
+
+        with pytest.raises(UnreducedGradientsError):
+            torch.optim.SGD([first.module.a, second.module.a], lr=1.0).step(closure)
+
+    def test_it_may_rebuild_the_wrapper(self):
+        model = Weights("ab")
+        model.b.requires_grad_(False)
+        ddp = wrap(model)
+        optimizer = torch.optim.SGD([model.a], lr=1.0)
+
+        def closure():
+            model.b.requires_grad_(True)
+            optimizer.add_param_group({"params": [model.b]})
+            ddp.rebuild()
+            ddp(a=1, b=2).backward()
+
+        optimizer.step(closure)
+
+        assert (model.a[0].item(), model.b[0].item()) == (0.0, -1.0)
+
+    def test_reduce_scattered_gradients_are_refused_before_it(self):
+        ddp = wrap(Weights("a"), use_distributed_optimizer=True)
+
+        with pytest.raises(PlainOptimizerError):
+            torch.optim.SGD(ddp.parameters(), lr=1.0).step(pytest.fail)
 
 
 def test_with_explicit_finish_a_step_before_it_is_refused():

@@ -684,8 +684,8 @@ class TestRefusedOptimizers:
         )
         assert text.endswith(
             "Use an elementwise optimizer (Adam, AdamW, SGD, Lion, ...), or Adafactor without a DistributedOptimizer around "
-            "it, under use_distributed_optimizer=False; adapters for frameworks always make a DistributedOptimizer, so there "
-            "Adafactor needs the framework's own DDP. If it does update each element by itself, declare it: "
+            "it, under DistributedDataParallelConfig(use_distributed_optimizer=False); given this config, the adapters for "
+            "Lightning and Hugging Face make none. If it does update each element by itself, declare it: "
             "optimizer.is_elementwise = True."
         )
 

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from stand_ins import ScheduleFree
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import megabucket as mb
@@ -169,6 +170,23 @@ def test_a_step_that_passes_for_the_one_of_its_base_is_tried_itself():
     torch.optim.SGD(params((3, 4)), lr=0.1)  # torch marks the step of the base
 
     assert "depends on others" in find_obstacle(LayerWise(params((3, 4)), lr=0.1))
+
+
+@pytest.mark.parametrize("ends_in", ["train", "eval"])
+@pytest.mark.parametrize("has_stepped", [False, True], ids=["fresh", "has stepped"])
+def test_one_that_steps_in_train_mode_only_is_tried_in_it_and_stays_in_its_own(has_stepped, ends_in):
+    (own,) = params((3, 4))
+    optimizer = ScheduleFree([own])
+    if has_stepped:
+        optimizer.train()
+        own.grad = torch.ones_like(own)
+        optimizer.step()
+    getattr(optimizer, ends_in)()
+    before = own.detach().clone()
+
+    assert find_obstacle(optimizer) == ""
+    assert optimizer.param_groups[0]["train_mode"] is (ends_in == "train")
+    assert torch.equal(own, before)
 
 
 def test_each_kind_of_group_is_tried():

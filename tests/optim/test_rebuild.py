@@ -493,8 +493,8 @@ class TestMovedModules:
             "the optimizer holds state that is neither one value per element nor one number per parameter, and cannot be cut "
             "into flat shards: 'exp_avg of a: shape (100,) for (150,)', 'exp_avg_sq of a: shape (100,) for (150,)'. Where "
             "the parameter was resized, drop its state (optimizer.state.pop(param)) to start anew. Else use such an "
-            "optimizer without a DistributedOptimizer around it, under use_distributed_optimizer=False; adapters for "
-            "frameworks always make a DistributedOptimizer, so there such an optimizer needs the framework's own DDP."
+            "optimizer without a DistributedOptimizer around it, under DistributedDataParallelConfig("
+            "use_distributed_optimizer=False); given this config, the adapters for Lightning and Hugging Face make none."
         )
         optimizer.state.pop(model.a)
         ddp.rebuild()

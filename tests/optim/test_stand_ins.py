@@ -176,6 +176,20 @@ class TestScheduleFree:
         for seen in run_ranks(4, program, schedule_free, dtype, **switches):
             torch.testing.assert_close(seen, expected, rtol=0, atol=0)
 
+    @MODES
+    def test_it_may_be_wrapped_before_it_is_switched_to_training(self, switches):
+        def program(rank, ddp, optimizer):
+            optimizer.train()  # as transformers' Trainer does, in its first step
+            train(ddp, optimizer, range(4))
+            ddp.finish_param_sync()
+            return weights_of(ddp.module)
+
+        alone = Alone(schedule_free, torch.float32)
+        alone.train(range(4))
+
+        for weights in run_ranks(2, program, lambda groups: ScheduleFree(groups, weight_decay=0.01), **switches):
+            assert torch.equal(weights, weights_of(alone.model))
+
     def test_asked_for_the_mode_it_is_in_it_does_nothing_also_in_a_step(self):
         def program(rank, ddp, optimizer):
             ddp(torch.ones(1, 20)).sum().backward()
