@@ -483,6 +483,9 @@ class GradSync:
             if self.is_reduced:
                 self._vote_to_drop()
                 self._reopen()
+                if self.policy.averages and not self.policy.is_sharded:  # as on ranks with a gradient
+                    slots = [slot for group in self.groups for slot in group.slots]
+                    self.counters.kept = tuple(slot.name for slot in slots if slot.param.grad is not None)
             self.enter(StepState.LAUNCHING)
         return has_changed
 
