@@ -214,9 +214,10 @@ class DistributedDataParallelConfig(Section):
 
     unused_parameters: Literal["error", "zero", "skip"] = "error"
     """A parameter without a gradient in a whole step, all microbatches included. ``error``: an error that names it. ``zero``: a
-    gradient of zero, so AdamW still decays it and momentum still moves it. ``skip``: as ``find_unused_parameters=True`` of
-    torch DDP; without a gradient on any rank it is left alone, ``.grad`` and optimizer state included, and otherwise the ranks
-    without one count as zeros. Costs one byte per parameter in one small collective per step and reduction group."""
+    gradient of zero, so that weight decay still shrinks it and momentum still moves it. ``skip``: as with torch DDP's
+    ``find_unused_parameters=True``; if no rank has a gradient, ``.grad``, values and optimizer state stay as they are,
+    otherwise the ranks without one count as zeros. This costs a collective of one byte per parameter in each step and reduction
+    group, and ``DistributedOptimizer`` then has one flat tensor per parameter instead of one per bucket."""
 
     nonfinite_gradients: Literal["error", "skip_step", "allow"] = "error"
     """Nan or inf in a gradient before its reduction: an error that names rank, bucket and parameter; a step that no rank
