@@ -161,6 +161,9 @@ class GradSync:
         """Number of steps that all ranks agreed on or dropped."""
         self.last_error: MegabucketError | None = None
         """The error that all ranks raised for the last dropped step."""
+        skipping = [group for group in groups if group.policy.skips_unused and group.communicator.size < ranks.step.size]
+        self._unlike = frozenset(slot.name for group in skipping for slot in group.slots)
+        """Names of parameters that may have a gradient after a step on some ranks only: those of their reduction group."""
         has_grads = any(slot.has_grad for group in groups for slot in group.slots)  # from before wrapping
         self.state = StepState.OPEN if has_grads else StepState.IDLE
         self.broken: MegabucketError | None = None
@@ -402,7 +405,7 @@ class GradSync:
             self.backward = None  # it ends because of the last step, and is no failure of the next one
             raise
         self._reopen()
-        self.counters.kept = tuple(slot.name for slot in kept)
+        self.counters.kept = tuple(slot.name for slot in kept if slot.name not in self._unlike)
 
     def _reopen(self) -> None:
         for group in self.groups:
@@ -499,8 +502,8 @@ class GradSync:
                 self._vote_to_drop()
                 self._reopen()
                 if self.policy.averages and not self.policy.is_sharded:  # as on ranks with a gradient
-                    slots = [slot for group in self.groups for slot in group.slots]
-                    self.counters.kept = tuple(slot.name for slot in slots if slot.param.grad is not None)
+                    kept = [slot for group in self.groups for slot in group.slots if slot.param.grad is not None]
+                    self.counters.kept = tuple(slot.name for slot in kept if slot.name not in self._unlike)
             self.enter(StepState.LAUNCHING)
         return has_changed
 

@@ -206,6 +206,18 @@ def test_each_group_decides_for_itself():
     assert launched[-3:] == ["unused parameters of expert", BYTES, FENCE]  # as their buckets
 
 
+def test_experts_may_have_gradients_to_keep_on_the_ranks_of_one_group_only():
+    world, ddps = experts(4)
+
+    def run(rank):
+        for _ in range(2):
+            take_step(ddps[rank], {"a": 1.0, "c": 8.0} if rank == 2 else {"a": 1.0})
+            ddps[rank].module.zero_grad(set_to_none=False)
+        return grads(ddps[rank].module)["c"]
+
+    assert world.run(run) == [0.0, None, 0.0, None]
+
+
 @pytest.mark.parametrize(
     ("config", "of_experts", "expected"),
     [

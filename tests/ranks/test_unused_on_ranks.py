@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from pool import Rank
 
 import megabucket as mb
@@ -43,6 +44,14 @@ class Layers(torch.nn.Module):
         return result
 
 
+def is_of_expert(name: str) -> bool:
+    return name.startswith((f"layers.{NUM_LAYERS - 2}.", f"layers.{NUM_LAYERS - 1}."))
+
+
+def group_of(name: str, _: torch.Tensor) -> str:
+    return "expert" if is_of_expert(name) else "dense"
+
+
 def left_out(pattern: str, step: int, rank: Rank, microbatch: int) -> set[int]:
     if pattern == "on all":  # one in every other step, one from the second step on, one always
         return {3} | ({0} if step % 2 else set()) | ({1} if step else set())
@@ -57,7 +66,7 @@ class Case:
     """How one training goes.
 
     ``wraps``: the optimizer is a ``DistributedOptimizer``. ``clears``: gradients are removed, zeroed by the optimizer, the
-    module or the wrapper, or kept in two of three steps.
+    module or the wrapper, or kept in two of three steps. ``expert``: each rank has the last two layers for itself.
     """
 
     optimizer: str
@@ -67,6 +76,7 @@ class Case:
     sharded: bool = False
     wraps: bool = False
     resumes: bool = False
+    expert: bool = False
 
 
 def clear(case: Case, step: int, module: torch.nn.Module, optimizer: torch.optim.Optimizer, ddp: Any) -> None:
@@ -79,13 +89,21 @@ def clear(case: Case, step: int, module: torch.nn.Module, optimizer: torch.optim
 
 
 def wrap_torch(case: Case, rank: Rank, module: torch.nn.Module) -> tuple[Any, torch.optim.Optimizer]:
+    if case.expert:
+        names = [name for name, _ in module.named_parameters() if is_of_expert(name)]
+        torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
     ddp = torch.nn.parallel.DistributedDataParallel(module, process_group=rank.group, find_unused_parameters=True)
     return ddp, OPTIMIZERS[case.optimizer](module.parameters())
 
 
 def wrap_ours(case: Case, rank: Rank, module: torch.nn.Module) -> tuple[Any, torch.optim.Optimizer]:
     config = mb.DistributedDataParallelConfig(use_distributed_optimizer=case.sharded, bucket_size=60, unused_parameters="skip")
-    ddp = mb.DistributedDataParallel(module, config, process_group=rank.group)
+    ranks: dict[str, Any] = {"process_group": rank.group}
+    if case.expert:
+        alone = dist.new_group([rank.index], use_local_synchronization=True)
+        expert = mb.ReductionGroup(alone, divisor=1.0)
+        ranks = {"groups": mb.ParallelGroups({"dense": rank.group, "expert": expert}, group_of=group_of)}
+    ddp = mb.DistributedDataParallel(module, config, **ranks)
     optimizer = OPTIMIZERS[case.optimizer](ddp.parameters())
     return ddp, mb.DistributedOptimizer(optimizer, ddp) if case.wraps else optimizer
 
@@ -173,3 +191,10 @@ def test_they_do_so_with_weights_and_state_that_were_saved_and_loaded(pool, rank
     cases = [Case(*case, resumes=True) for case in itertools.product(OPTIMIZERS, ("at random",), ("none", "zeros"))]
 
     check(pool, cases, ranks=ranks)
+
+
+def test_they_do_so_with_experts_that_a_rank_has_for_itself(pool):
+    patterns, clears = ("on all", "on some", "at random"), ("none", "zeros")
+    cases = [Case("AdamW", *way, microbatches=2, expert=True) for way in itertools.product(patterns, clears)]
+
+    check(pool, cases, ranks=2)
