@@ -546,7 +546,8 @@ class UnusedParameterError(MegabucketError, RuntimeError):
             f"step {step}: {name_list(self.params)} got no gradient {where} (first in bucket {bucket} of {num_buckets}, "
             f"counted from 0). They require grad but no backward of the step reached them, or their .grad was set to None (by "
             "a hook, or between two backwards). Freeze them with "
-            "requires_grad_(False) before wrapping, use them, or set unused_parameters='zero' to reduce zeros in their place. "
+            "requires_grad_(False) before wrapping, use them, or set unused_parameters='skip', which is torch DDP's "
+            "find_unused_parameters=True, or 'zero' to reduce zeros in their place. "
             f"{_DROPPED}"
         )
 

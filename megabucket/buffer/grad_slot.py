@@ -95,6 +95,14 @@ class GradSlot:
         """Whether there is a gradient of this step, or an uncleared one of the last step."""
         return self.param.grad is not None or self.state in (_STAGED, _KERNEL)
 
+    @property
+    def old_grad(self) -> torch.Tensor | None:
+        """The memory of a gradient that an earlier step has left in ``param.grad``, if there is none of this step."""
+        grad = self.param.grad
+        if self.state not in (_STALE, _CLEAN) or grad is None:
+            return None
+        return grad if grad is self.in_buffer else self.view if grad is self.view or type(grad) is WithheldGrad else None
+
     def store(self, *, keeps_graph: bool = False) -> None:
         """Store the gradient that autograd has just left in ``param.grad`` in the buffer.
 

@@ -135,10 +135,10 @@ _TORCH_ARGUMENTS: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "dim": ((0,), "inputs are not scattered"),
     "broadcast_buffers": ((), _OWN_BUFFERS),
     "forward_sync_buffers": ((False,), _OWN_BUFFERS),
-    "find_unused_parameters": ((False,), "unused_parameters='zero' in the config reduces missing gradients as zeros"),
+    "find_unused_parameters": ((False, True), "True is unused_parameters='skip' in the config"),
     "check_reduction": ((False,), "torch ignores it"),
     "gradient_as_bucket_view": ((True,), "gradients are views into the buffer wherever dtypes are equal"),
-    "static_graph": ((False,), "the first step learns the graph; parameters without a gradient need unused_parameters='zero'"),
+    "static_graph": ((False,), "the first step learns the graph; parameters without a gradient need unused_parameters='skip'"),
     "delay_all_reduce_named_params": ((None,), _OWN_HOOK),
     "param_to_hook_all_reduce": ((None,), _OWN_HOOK),
     "mixed_precision": ((None,), "wrap a 16-bit module; DistributedOptimizer keeps float32 main parameters of it"),
@@ -212,8 +212,12 @@ class DistributedDataParallelConfig(Section):
     bucket_groups: Literal["per_bucket", "single"] = "per_bucket"
     """``per_bucket``: send each bucket as soon as it is complete. ``single``: send all buckets as one coalesced batch."""
 
-    unused_parameters: Literal["error", "zero"] = "error"
-    """A parameter without a gradient in a whole step: an error that names it, or a gradient of zero."""
+    unused_parameters: Literal["error", "zero", "skip"] = "error"
+    """A parameter without a gradient in a whole step, all microbatches included. ``error``: an error that names it. ``zero``: a
+    gradient of zero, so that weight decay still shrinks it and momentum still moves it. ``skip``: as with torch DDP's
+    ``find_unused_parameters=True``; if no rank has a gradient, ``.grad``, values and optimizer state stay as they are,
+    otherwise the ranks without one count as zeros. This costs a collective of one byte per parameter in each step and reduction
+    group, and ``DistributedOptimizer`` then has one flat tensor per parameter instead of one per bucket."""
 
     nonfinite_gradients: Literal["error", "skip_step", "allow"] = "error"
     """Nan or inf in a gradient before its reduction: an error that names rank, bucket and parameter; a step that no rank
@@ -318,4 +322,12 @@ def with_torch_arguments(
     fields = {name: getattr(config, name) for name in config.model_fields_set}
     if twice := sorted(fields.keys() & arguments.keys()):
         raise ConfigError(f"{name_list(twice)} given as an argument and in the config; keep one")
-    return type(config)(**fields, **{name: arguments[name] for name in _TORCH_FIELDS if name in arguments})
+    given = {name: arguments[name] for name in _TORCH_FIELDS if name in arguments}
+    if arguments.get("find_unused_parameters"):
+        if (unused := fields.pop("unused_parameters", "skip")) != "skip":
+            raise ConfigError(
+                f"find_unused_parameters=True is unused_parameters='skip', but the config has unused_parameters={unused!r}; "
+                "keep one"
+            )
+        given["unused_parameters"] = "skip"
+    return type(config)(**fields, **given)

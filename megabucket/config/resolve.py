@@ -197,7 +197,10 @@ class StepPolicy:
     tests_finite: bool = True
     tests_large: bool = False
     skips_nonfinite: bool = False
-    unused_is_zero: bool = False
+    allows_unused: bool = False
+    """Whether a parameter may have no gradient in a step; it is then reduced as zeros."""
+    skips_unused: bool = False
+    """Whether a parameter without a gradient on any rank is left alone."""
     counts_skipped_forwards: bool = True
     has_fence: bool = True
     watches_model: bool = True
@@ -223,7 +226,8 @@ def resolve_step(config: DistributedDataParallelConfig) -> StepPolicy:
         tests_finite=config.nonfinite_gradients != "allow",
         tests_large=config.check_for_large_grads,
         skips_nonfinite=config.nonfinite_gradients == "skip_step",
-        unused_is_zero=config.unused_parameters == "zero",
+        allows_unused=config.unused_parameters != "error",
+        skips_unused=config.unused_parameters == "skip",
         counts_skipped_forwards=config.skipped_forwards == "error",
         has_fence=config.fence,
         watches_model=config.check_model_changes,

@@ -340,13 +340,21 @@ class DistributedDataParallel(torch.nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients. The next ones overwrite them; with ``set_to_none=False`` the buffers are zeroed as well."""
-        self.sync.reset()
-        if not set_to_none:
-            self.zero_grad_buffer()
+        if set_to_none:
+            self.sync.reset()
+        else:
+            self.sync.reset_to_zeros()
+            self._zero_buffers()
 
     def zero_grad_buffer(self) -> None:
-        """Forget all gradients, and fill the buffers with zeros. Needed only by code that adds gradients without autograd."""
-        self.sync.reset()
+        """Forget all gradients, and fill the buffers with zeros. Needed only by code that adds gradients without autograd.
+
+        These zeros count as gradients of all parameters, so ``unused_parameters="skip"`` leaves none alone in the next step.
+        """
+        self.sync.reset_to_zeros(includes_all=True)
+        self._zero_buffers()
+
+    def _zero_buffers(self) -> None:
         for buffer in self.param_and_grad_buffers:
             buffer.zero_grads()
 

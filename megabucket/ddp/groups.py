@@ -65,14 +65,14 @@ class ReductionGroup:
             over ``ranks`` and then all-reduced over these. Needs the distributed optimizer. ``None``: there is one replica.
         divisor: of the mean. ``None``: the number of ranks of ``dense`` in all replicas, for every group, as in Megatron: the
             gradient of an expert is a sum over the tokens that all these ranks have sent to it.
-        unused_parameters: as the config field of this name. ``None``: the config's value for ``dense``, ``"zero"`` for other
-            groups, because an expert may get no token.
+        unused_parameters: as the config field of this name. ``None``: the config's value for ``dense``; for other groups
+            ``"skip"`` if the config says so, else ``"zero"``, because an expert may get no token.
     """
 
     ranks: Any
     replicate: Any = None
     divisor: float | None = None
-    unused_parameters: Literal["error", "zero"] | None = None
+    unused_parameters: Literal["error", "zero", "skip"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,8 +273,10 @@ def discover(
     _check_alike(step, own, device, next(filter(None, obstacles), None))
     by_name: dict[str, Reduction] = {}
     for name, group in groups.items():
-        is_zero = group.unused_parameters == "zero" if group.unused_parameters else policy.unused_is_zero or name != DENSE
-        by_name[name] = reduction = made.reduction(group, replace(policy, unused_is_zero=is_zero))
+        is_default = name == DENSE or policy.skips_unused
+        unused = group.unused_parameters or (config.unused_parameters if is_default else "zero")
+        policy_of_group = replace(policy, allows_unused=unused != "error", skips_unused=unused == "skip")
+        by_name[name] = reduction = made.reduction(group, policy_of_group)
         divisor = math.prod(one.size for one in by_name[DENSE].communicators) if group.divisor is None else group.divisor
         by_name[name] = reduction._replace(divisor=float(divisor))
     norm = made.communicator(given.norm_group) if given.norm_group is not None else step if len(by_name) > 1 else None
@@ -355,9 +357,9 @@ def _find_obstacle(name: str, group: ReductionGroup, policy: StepPolicy) -> Conf
     """Return why a group cannot be reduced with this policy."""
     if group.divisor is not None and not (math.isfinite(group.divisor) and group.divisor > 0):
         return ConfigError(f"the divisor of the group {name!r} must be a finite number above 0, got {group.divisor!r}")
-    if group.unused_parameters not in (None, "error", "zero"):
+    if group.unused_parameters not in (None, "error", "zero", "skip"):
         return ConfigError(
-            f"unused_parameters of the group {name!r} must be 'error' or 'zero', got {group.unused_parameters!r}"
+            f"unused_parameters of the group {name!r} must be 'error', 'zero' or 'skip', got {group.unused_parameters!r}"
         )
     if group.replicate is not None and not policy.is_sharded:
         return ConfigError(

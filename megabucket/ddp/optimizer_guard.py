@@ -197,7 +197,7 @@ class PlainOptimizerGuard:
         """
         sync = self._sync
         sync.check_not_dropped()
-        if sync.state is StepState.LAUNCHING and sync.policy.finishes_with_backward and sync.policy.unused_is_zero:
+        if sync.state is StepState.LAUNCHING and sync.policy.finishes_with_backward and sync.policy.allows_unused:
             sync.finish()  # a backward had no gradient, and the other ranks wait for zeros
         elif sync.state is StepState.LAUNCHING or (has_grads and (sync.state not in AGREED or is_stale)):
             error = UnreducedGradientsError(rank=self._rank, in_backward=sync.backward is not None)

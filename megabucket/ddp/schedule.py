@@ -34,7 +34,19 @@ class Schedule:
         """Groups with gradients that are computed outside backward."""
         self.sum_tests = [(group.index, group.sum_test) for group in groups if group.sum_test.flats]
         """Of sums that may overflow."""
+        self.skipped: frozenset[str] = frozenset()
+        """Names of the parameters that no rank has used in the last whole step and that had no gradient before it."""
+        self.zeroed: frozenset[str] = frozenset()
+        """Names of the parameters whose gradients were cleared to zeros, not removed. For ``SkippingSchedule``."""
         self._num_launched = 0  # always a prefix of the groups
+
+    def find_zeroed(self, *, includes_all: bool) -> frozenset[str]:  # noqa: ARG002 - of ``SkippingSchedule``
+        """Return the names of the parameters to be in ``zeroed`` if all gradients are cleared to zeros now.
+
+        Args:
+            includes_all: whether to include those without a gradient.
+        """
+        return self.zeroed
 
     # Launches #
 
@@ -79,7 +91,7 @@ class Schedule:
         for group in self._groups:
             # Without a backward, values that the caller wrote into zeroed views count; views that had to be zeroed are unused.
             unused = group.missing if self._counters.num_microbatches else group.cleared
-            if unused and unused_counts and not group.policy.unused_is_zero:
+            if unused and unused_counts and not group.policy.allows_unused:
                 self._counters.note_unused(unused, bucket=group.index)
             if group.finite_test.peaks:
                 tests.append(group.finite_test)
@@ -105,7 +117,7 @@ class Schedule:
         expected = self._counters.num_microbatches
         for group in self.delayed:
             for position, count in group.delayed.items():
-                if count > expected or (count < expected and not group.policy.unused_is_zero):
+                if count > expected or (count < expected and not group.policy.allows_unused):
                     finding = f"has come {count} times in {expected} backwards"
                     self._counters.note_delayed(group.slots[position].name, finding)
 

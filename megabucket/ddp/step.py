@@ -41,7 +41,7 @@ from __future__ import annotations
 import enum
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType, TracebackType
 from typing import Final
@@ -57,6 +57,7 @@ from megabucket.ddp.groups import RankGroups
 from megabucket.ddp.module_watch import ModelWatch
 from megabucket.ddp.report import CLEARED, RankReport, all_have_left, describe, resolve_error
 from megabucket.ddp.schedule import Schedule
+from megabucket.ddp.unused import SkippingSchedule
 from megabucket.errors import (
     ForkedProcessError,
     GroupDestroyedError,
@@ -129,6 +130,7 @@ class GradSync:
         watch: finds changes of the module; ``None``: no check.
         backward_hooks: of the module and its submodules. While there are any, no gradient is staged: they may read gradients.
         ranks: of the wrapper.
+        partial: names of parameters whose gradients ``finalize_grads`` sums over copies on other ranks.
     """
 
     def __init__(
@@ -139,6 +141,7 @@ class GradSync:
         *,
         ranks: RankGroups,
         backward_hooks: Sequence[Sized] = (),
+        partial: Collection[str] = (),
     ) -> None:
         self.groups = groups
         self.ranks = ranks
@@ -150,11 +153,17 @@ class GradSync:
         self._fence = Fence(self._communicator, num_buckets=len(groups), policy=policy, device=device)
         self.counters = self._fence.counters
         """The contents of this rank's next report."""
-        self._schedule = Schedule(groups, self._communicator, self.counters)
+        if any(group.policy.skips_unused for group in groups):
+            self._schedule: Schedule = SkippingSchedule(groups, ranks, self.counters, partial=partial)
+        else:
+            self._schedule = Schedule(groups, self._communicator, self.counters)
         self.step = 0
         """Number of steps that all ranks agreed on or dropped."""
         self.last_error: MegabucketError | None = None
         """The error that all ranks raised for the last dropped step."""
+        skipping = [group for group in groups if group.policy.skips_unused and group.communicator.size < ranks.step.size]
+        self._unlike = frozenset(slot.name for group in skipping for slot in group.slots)
+        """Names of parameters that may have a gradient after a step on some ranks only: those of their reduction group."""
         has_grads = any(slot.has_grad for group in groups for slot in group.slots)  # from before wrapping
         self.state = StepState.OPEN if has_grads else StepState.IDLE
         self.broken: MegabucketError | None = None
@@ -191,6 +200,15 @@ class GradSync:
     def is_between_steps(self) -> bool:
         """Whether no step has begun and no other rank waits for the last one."""
         return self.state in (StepState.IDLE, StepState.PUBLISHED) and not self.counters.num_open_forwards
+
+    @property
+    def skipped(self) -> frozenset[str]:
+        """Names of the parameters that optimizers must leave alone in the step that all ranks have agreed on.
+
+        No rank of their reduction group has used them, and they had no gradient before the step. The same on all ranks of the
+        group, whatever they own of them. Empty without such a step, and unless ``unused_parameters="skip"``.
+        """
+        return self._schedule.skipped if self.state in AGREED else frozenset()
 
     def enter(self, state: StepState) -> None:
         """Go to ``state``.
@@ -388,7 +406,7 @@ class GradSync:
             self.backward = None  # it ends because of the last step, and is no failure of the next one
             raise
         self._reopen()
-        self.counters.kept = tuple(slot.name for slot in kept)
+        self.counters.kept = tuple(slot.name for slot in kept if slot.name not in self._unlike)
 
     def _reopen(self) -> None:
         for group in self.groups:
@@ -469,12 +487,12 @@ class GradSync:
         self.pause()
 
     def _count_backward(self, backward: Backward) -> bool:
-        """Count the backward; one without gradients counts if missing gradients are zeros, or delayed.
+        """Count the backward; one without gradients counts if gradients may be missing, or are delayed.
 
         Returns whether it had no gradients because the module has changed: an optimizer over the new parameters would never
         call this wrapper.
         """
-        may_be_empty = self.policy.unused_is_zero or bool(self._schedule.delayed)
+        may_be_empty = self.policy.allows_unused or bool(self._schedule.delayed)
         counts = backward.is_taking or may_be_empty
         self.counters.num_microbatches += counts
         is_empty = not backward.is_taking and self._no_sync_depth == 0
@@ -484,6 +502,9 @@ class GradSync:
             if self.is_reduced:
                 self._vote_to_drop()
                 self._reopen()
+                if self.policy.averages and not self.policy.is_sharded:  # as on ranks with a gradient
+                    kept = [slot for group in self.groups for slot in group.slots if slot.param.grad is not None]
+                    self.counters.kept = tuple(slot.name for slot in kept if slot.name not in self._unlike)
             self.enter(StepState.LAUNCHING)
         return has_changed
 
@@ -637,9 +658,9 @@ class GradSync:
                 self._drop(error)
                 raise error
             self.skip_reason = str(error)
+        self._schedule.publish(is_withdrawn=bool(self.skip_reason) and not self._has_optimizer)
         self.step += 1
         self.counters.start_step()
-        self._schedule.publish(is_withdrawn=bool(self.skip_reason) and not self._has_optimizer)
         self.enter(StepState.COMMITTED if self.updates_jointly else StepState.PUBLISHED)
         self._communicator.progress.enter(self.step, BETWEEN_STEPS)
 
@@ -710,6 +731,18 @@ class GradSync:
         self.dropped = None
         if was_open and self._num_blocks:
             self.enter(StepState.OPEN)  # a failure in the rest of the block still belongs to the step
+
+    def reset_to_zeros(self, *, includes_all: bool = False) -> None:
+        """Start a step as ``reset`` does, on gradients that the caller fills with zeros.
+
+        With ``unused_parameters="skip"`` these count as gradients, on which optimizers step.
+
+        Args:
+            includes_all: whether parameters that had no gradient get zeros as well.
+        """
+        zeroed = self._schedule.find_zeroed(includes_all=includes_all)
+        self.reset()
+        self._schedule.zeroed = zeroed
 
     def _forget(self) -> None:
         """Forget the gradients, none of which a collective owns."""

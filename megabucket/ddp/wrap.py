@@ -347,7 +347,9 @@ class Wrapping:
         try:
             self.groups += _attach(self.layout, params, config, policy, ranks, into=self.buffers)
             watch = ModelWatch(module, params, self.groups) if self.policy.watches_model else None
-            self.sync = GradSync(self.groups, self.policy, watch, backward_hooks=backward_hooks_of(module), ranks=ranks)
+            partial = frozenset(name for name, identity in self.identities.items() if identity.partial)
+            hooks = backward_hooks_of(module)
+            self.sync = GradSync(self.groups, self.policy, watch, backward_hooks=hooks, ranks=ranks, partial=partial)
             self.gather = ParamGather(self.groups, overlaps=self.policy.overlaps_params)
             self._handles.extend(self.gather.register_hooks(module))
             self._handles.append(PlainOptimizerGuard(params, self.sync, rank=ranks.step.rank))

@@ -121,9 +121,9 @@ def wrapper_of(
 class FrameworkOptimizer(DistributedOptimizer):
     """A ``DistributedOptimizer`` whose ``clip_grad`` holds for one step: frameworks set it before each."""
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step_on_grads(self) -> None:
         """Step as ``DistributedOptimizer`` does."""
         try:
-            return super().step(closure) if closure is not None else super().step()
+            super().step_on_grads()
         finally:
             self.clip_grad = 0.0

@@ -51,7 +51,7 @@ class ShardedEMA:
             state = sharding.twin.state[shard.main]
             if _KEY in state:
                 state[_KEY].lerp_(shard.main, 1 - self._decay)
-            elif sharding.has_stepped:
+            elif shard.has_stepped:
                 state[_KEY] = shard.main.detach().clone()
 
     def values(self) -> dict[str, torch.Tensor]:

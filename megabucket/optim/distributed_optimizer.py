@@ -152,8 +152,6 @@ class DistributedOptimizer(SteppingForWrapper):
     def _begin_on_shards(self) -> None:
         policy, grads = self.ddp.policy, [buffer.grad_data for buffer in self.ddp.param_and_grad_buffers]
         self._has_norm = self.sharding.check_norm(is_wanted=False)
-        pieces = chain.from_iterable(shard.pieces({"grad": shard.grad}) for shard in self.sharding.shards if shard.counts)
-        self._counted_numel = sum(piece.in_param.numel for piece in pieces)  # without alignment gaps
         self._kernels = find_kernels(self._settings["kernels"], grads[0].device)
         self.global_norm = self._norm_of_type(self._settings["norm_type"])
         self.ddp.sync.expect_updates(jointly=self._is_sharded or self.global_norm.is_collective)
@@ -285,9 +283,15 @@ class DistributedOptimizer(SteppingForWrapper):
         if closure is not None:
             with torch.enable_grad():
                 value = closure()
+        if self.ddp.sync.is_between_steps and self.sharding.is_state_requested():
+            self.sharding.make_state()
+            return None
+        self.step_on_grads()
+        return self.last_step if closure is None else value
+
+    def step_on_grads(self) -> None:
+        """Step without a closure and without torch's hooks."""
         sync = self.ddp.sync
-        if sync.is_between_steps and self.sharding.is_state_requested():
-            return self.sharding.make_state()
         self.prepare_step()
         needs_norm = self._computes_norm or self.clip_grad > 0
         measures_early = needs_norm and self._is_sharded and not self._changes
@@ -310,7 +314,6 @@ class DistributedOptimizer(SteppingForWrapper):
                         self.skip(self.why_not(norm), norm=norm)
                     else:
                         self.update(grads, norm, max_norm=self.clip_grad)
-        return self.last_step if closure is None else value
 
     @property
     def _has_changed_grads(self) -> bool:
@@ -393,7 +396,7 @@ class DistributedOptimizer(SteppingForWrapper):
         """
         for slot in chain.from_iterable(group.slots for group in self.ddp.sync.groups):
             grad = slot.param.grad
-            if grad is slot.in_buffer:
+            if grad is slot.in_buffer or (grad is None and slot.name in self.ddp.sync.skipped):
                 continue
             if grad is None:
                 raise PhaseError(
@@ -428,11 +431,12 @@ class DistributedOptimizer(SteppingForWrapper):
         """
         sync, num_zeros = self.ddp.sync, None
         if self._settings["returns_num_zeros"]:
-            num_zeros = self.global_norm.num_zeros(self._counted(grads), numel=self._counted_numel)
+            used = [shard for shard in self.sharding.shards if shard.counts and shard.segment.params[0] not in sync.skipped]
+            num_zeros = self.global_norm.num_zeros((shard.grad for shard in used), numel=sum(shard.numel for shard in used))
         try:
             if max_norm > 0:
                 clip_by_norm(grads, norm=norm, max_norm=max_norm, scale=self._kernels.scale)
-            self.sharding.step()
+            self.sharding.step(skipped=sync.skipped)
         finally:
             self.sharding.store_values()
         # Before a joint update the last fence has compared the hyperparameters; otherwise the next one does.

@@ -186,8 +186,6 @@ class Sharding:
         self._group_of: dict[str, int] = {}
         self.counted_grads: dict[int, list[torch.Tensor]] = {}
         """The gradients in the buffers that count in the norm, by index of the bucket group."""
-        self.has_stepped = False
-        """Whether the optimizer has stepped on these shards."""
         self._rounded: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # 16-bit parameters, and their main values
 
     def _cut(
@@ -232,7 +230,9 @@ class Sharding:
     def _make_shards(self, group_of: Mapping[str, int], signature_of: Mapping[str, Hashable]) -> list[MainShard]:
         ranks, is_sharded, identities = self._ddp.ranks, self._is_sharded, self._ddp.identities
         counts = {name: ranks.counts(identities[name], is_sharded=is_sharded) for name in self._ddp.param_names.values()}
-        signatures = {name: (counts[name], signature_of.get(name)) for name in counts}
+        # An optimizer leaves a tensor without a gradient alone, so a parameter that may be skipped has one of its own.
+        alone = {name for name in counts if ranks.by_name[identities[name].group].policy.skips_unused}
+        signatures = {name: (counts[name], signature_of.get(name), name if name in alone else "") for name in counts}
         return [
             MainShard(segment, buffer, counts=counts[segment.params[0]])
             for buffer in self._ddp.param_and_grad_buffers
@@ -264,7 +264,7 @@ class Sharding:
                 group["params"].append(_placeholder(ddp.param_and_grad_buffers[0].param_data.device))
         state = defaultdict(dict, {main: values for main, values in cut.state.items() if values})
         self.twin = twin_of(given, groups, state)
-        self.shards, self.has_stepped = cut.shards, False
+        self.shards = cut.shards
         self._shard_of = {name: shard for shard in cut.shards for name in shard.segment.params}
         self._group_of = self.members.by_name(ddp)
         self._buffers = ddp.param_and_grad_buffers
@@ -285,10 +285,11 @@ class Sharding:
             skipped: parameters to leave as they are; each has a shard of its own.
         """
         for shard in self.shards:
-            shard.main.grad = None if shard.segment.params[0] in skipped else shard.grad
+            if shard.segment.params[0] not in skipped:
+                shard.main.grad, shard.has_stepped = shard.grad, True
         self._is_stepping = True
         step_twin(self._optimizer, self.twin)
-        self._is_stepping, self.has_stepped = False, True
+        self._is_stepping = False
         for shard in self.shards:
             shard.main.grad = None
 
@@ -571,7 +572,8 @@ class Sharding:
             is_sent = group.grad_phase is not GradPhase.ACCUMULATING
             for slot in group.slots:
                 grad = slot.param.grad
-                if grad is None and (group.is_withheld or slot.state is GradState.HELD):
+                is_cleared = slot.state is GradState.HELD or (group.is_withheld and slot.name not in self._ddp.sync.skipped)
+                if grad is None and is_cleared:
                     raise PhaseError(
                         f"the gradient of {slot.name!r} was cleared between backward and step(), to no effect or a wrong one: "
                         "zero_grad() of the torch optimizer or of the module does so. Call zero_grad() of the "
@@ -633,9 +635,7 @@ class Sharding:
             main = local[param].pop(MAIN_PARAM, None)
             if main is not None and name in held:
                 held[name] = main
-        has_stepped = self.has_stepped
         self._take(self._cut(WholeState(local, dtypes={param: main_dtype(param.dtype) for param in local}), held, numels))
-        self.has_stepped = has_stepped
 
 
 def _checksums(whole: WholeState, names: Mapping[torch.nn.Parameter, str]) -> dict[str, Entry]:

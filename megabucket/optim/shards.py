@@ -88,6 +88,10 @@ class MainShard:
         dtype = main_dtype(self.model_values.dtype)
         self.has_own_values = self.model_values.dtype != dtype
         self.main = torch.nn.Parameter(self.model_values.to(dtype))  # 1D, float32 or float64
+        self.numel = sum(piece.in_param.numel for piece in self.pieces({MAIN: self.main}))
+        """Elements of parameters, without the gaps between them."""
+        self.has_stepped = False
+        """Whether the optimizer has stepped on it."""
         same_dtype = self.buffer_grads.dtype == self.main.dtype
         self.grad = self.buffer_grads if same_dtype else torch.zeros_like(self.main)  # 1D, dtype of main
 

@@ -104,7 +104,8 @@ TEXTS = {
         "step 3: 'a' got no gradient on rank 1 of 3 ranks (first in bucket 0 of 2, counted from 0). They require "
         "grad but no backward of the step reached them, or their .grad was set to None (by a hook, or between two "
         "backwards). Freeze them with requires_grad_(False) before wrapping, use them, or "
-        "set unused_parameters='zero' to reduce zeros in their place. The step was dropped on all ranks; its "
+        "set unused_parameters='skip', which is torch DDP's find_unused_parameters=True, or 'zero' to reduce zeros in their "
+        "place. The step was dropped on all ranks; its "
         "gradients are forgotten, and the next step may run."
     ),
     "NonFiniteGradientError": (

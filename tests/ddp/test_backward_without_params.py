@@ -54,6 +54,24 @@ def test_one_rank_may_skip_the_module(sharded, overlaps, clears_in_wrapper, fini
     assert ranks.schedule(0) == ranks.schedule(1)
 
 
+@pytest.mark.parametrize("finish", ["auto", "explicit"])
+def test_one_rank_may_skip_it_where_gradients_are_zeroed_in_place(finish):
+    ranks = Ranks(2, Layer(), unused_parameters="zero", finish=finish)
+
+    def run(rank, ddp):
+        optimizer = optimizer_of(ddp)
+        for step in range(3):
+            ddp(inputs(), skips=rank == 1 and step == 1).backward()
+            if finish == "explicit":
+                ddp.finish_grad_sync()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        return weight(ddp), ddp.last_error
+
+    # Its step begins on the zeros as well, although no gradient of it arrives.
+    assert ranks.run(run) == [(-2.5, None)] * 2
+
+
 @pytest.mark.parametrize(("sharded", "overlaps"), MODES)
 @pytest.mark.parametrize("skipped", [0, 1], ids=["first", "last"])
 def test_one_rank_may_skip_it_in_one_microbatch(skipped, sharded, overlaps):

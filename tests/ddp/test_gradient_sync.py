@@ -205,8 +205,9 @@ class TestUnusedParameters:
     TEXT = (
         "step {step}: 'c', 'b' got no gradient on any rank (first in bucket 1 of 4, counted from 0). They require grad but "
         "no backward of the step reached them, or their .grad was set to None (by a hook, or between two backwards). "
-        "Freeze them with requires_grad_(False) before wrapping, use them, or set unused_parameters='zero' to reduce zeros in "
-        "their place. The step was dropped on all ranks; its gradients are forgotten, and the next step may run."
+        "Freeze them with requires_grad_(False) before wrapping, use them, or set unused_parameters='skip', which is torch "
+        "DDP's find_unused_parameters=True, or 'zero' to reduce zeros in their place. The step was dropped on all ranks; its "
+        "gradients are forgotten, and the next step may run."
     )
 
     @pytest.mark.parametrize("num_steps_before", [0, 2])

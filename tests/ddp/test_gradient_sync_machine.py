@@ -53,7 +53,7 @@ class GradientSyncMachine(RuleBasedStateMachine):
             bucket_groups=st.sampled_from(["per_bucket", "single"]),
             use_distributed_optimizer=st.booleans(),
             overlap_grad_reduce=st.booleans(),
-            unused_parameters=st.sampled_from(["zero", "error"]),
+            unused_parameters=st.sampled_from(["zero", "error", "skip"]),
             nonfinite_gradients=st.sampled_from(["error", "skip_step"]),
             finish=st.just("explicit"),
         ),
@@ -404,13 +404,23 @@ class GradientSyncMachine(RuleBasedStateMachine):
             return
         reduced = dict.fromkeys(self.names) if is_skipped else self.check_reduced_gradients()
         is_shown = not self.config.use_distributed_optimizer
-        for expected in self.expected:
+        skipped = self.skipped()
+        for rank, expected in zip(self.ranks, self.expected, strict=True):
+            assert rank.sync.skipped == (set() if ways[0] == "step" and self.config.use_distributed_optimizer else skipped)
+            reduced |= dict.fromkeys(skipped)
             expected.learn()
             expected.start_count()
             expected.is_finished, expected.num_launched = True, 0
             expected.grads = dict(reduced) if is_shown else dict.fromkeys(self.names)
         self.awaits_vote = self.config.use_distributed_optimizer and ways[0] == "finish"
         self.is_skipped = is_skipped
+
+    def skipped(self):
+        """Return the names of the parameters of which no rank has a gradient, old or new."""
+        if self.config.unused_parameters != "skip":
+            return set()
+        untouched = [{name for name in expected.unused() if expected.sent[name] is None} for expected in self.expected]
+        return set.intersection(*untouched)
 
     def check_reduced_gradients(self):
         divisor = len(self.ranks) if self.averages else 1
@@ -458,8 +468,9 @@ class GradientSyncMachine(RuleBasedStateMachine):
         assert all(longer[: len(shorter)] == shorter for shorter, longer in pairwise(schedules))
         # Groups of nothing but empty parameters have nothing to send.
         buckets = [f"bucket {g.index}" for g in self.ranks[0].groups if any(b.grad_data.numel() for b in g.buckets)]
-        first = buckets[0] if buckets else "fence"
-        following = {one: {other} for one, other in pairwise([*buckets, "fence"])}
+        sent = [*buckets, *["unused parameters of dense"] * (self.config.unused_parameters == "skip"), "fence"]
+        first = sent[0]
+        following = {one: {other} for one, other in pairwise(sent)}
         following |= {"fence": {first, "fence", "step report"}, "step report": {first, "fence"}}  # a fence alone is a vote
         launched = [text.split(" [")[0] for text in schedules[-1]]
         assert all(label == first for label in launched[:1])

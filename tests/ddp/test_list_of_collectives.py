@@ -83,6 +83,7 @@ class Launch(NamedTuple):
 def name_of(label):
     name = re.sub(r"^(bucket|param gather|gradient gather) \d+", r"\1 k", label.removesuffix(" length"))
     name = re.sub(r"^((?:saving|loading) a checkpoint): (?!writing).*", r"\1: P", name)
+    name = re.sub(r"^unused parameters of \S+", "unused parameters of G", name)
     return re.sub(r"^gradients along .*", "gradients along X", re.sub(r"^.* texts$", "<gate> texts", name))
 
 
@@ -381,6 +382,8 @@ RUNS = {
     "steps, experts with shards": (experts, steps, SHARDED),
     "steps, norm over ranks": (tensor_parallel, steps, {}),
     "steps, tensor parallel with shards": (tensor_parallel, steps, SHARDED),
+    "steps, unused skipped": (alike, steps, {"unused_parameters": "skip"}),
+    "steps, unused skipped, replicas": (replicas, steps, {**SHARDED, "unused_parameters": "skip"}),
     "steps, no fence": (alike, steps, {**SHARDED, "fence": False}),
     "by hand, all-reduce": (alike, by_hand, {}),
     "by hand, reduce-scatter": (alike, by_hand, SHARDED),
@@ -400,6 +403,7 @@ RUNS = {
     "polled, no fence": (alike, polled, {"fence": False}),
     "faults, all-reduce": (alike, faults, {}),
     "faults, reduce-scatter": (alike, faults, SHARDED),
+    "faults, unused skipped": (experts, faults, {**SHARDED, "unused_parameters": "skip"}),
     "faults, norm over ranks": (tensor_parallel, faults, {}),
     "faults, experts with shards": (experts, faults, SHARDED),
 }
@@ -484,7 +488,7 @@ def used_too_early(launches):
         is_bucket = launch.name in OF_STEP and OF_STEP[launch.name].guard.startswith((AFTER, BEFORE))
         if launch.name == "fence":
             is_settled = True
-        elif launch.name == "bucket k" and not is_settled and launch.call not in reported:
+        elif launch.name in ("bucket k", "unused parameters of G") and not is_settled and launch.call not in reported:
             found.append(launch)
         elif launch.channel == "data" and not is_bucket:
             is_settled = False

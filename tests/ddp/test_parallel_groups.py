@@ -426,7 +426,10 @@ def test_double_and_missing_claims_are_named(group_of, text):
 
 @pytest.mark.parametrize(
     ("fields", "text"),
-    [({"unused_parameters": "zeros"}, "must be 'error' or 'zero', got 'zeros'"), ({"divisor": 0.0}, "above 0, got 0.0")],
+    [
+        ({"unused_parameters": "zeros"}, "must be 'error', 'zero' or 'skip', got 'zeros'"),
+        ({"divisor": 0.0}, "above 0, got 0.0"),
+    ],
 )
 def test_a_group_with_a_wrong_setting_is_refused(fields, text):
     with pytest.raises(ConfigError, match=text):

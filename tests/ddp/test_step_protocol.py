@@ -150,7 +150,8 @@ EXPECTED = {
             "step 1: 'b' got no gradient on rank 1 of 3 ranks (first in bucket 1 of 3, counted from 0). They "
             "require grad but no backward of the step reached them, or their .grad was set to None (by a hook, or between two "
             "backwards). Freeze them with requires_grad_(False) before wrapping, use"
-            f" them, or set unused_parameters='zero' to reduce zeros in their place. {DROPPED}"
+            " them, or set unused_parameters='skip', which is torch DDP's find_unused_parameters=True, or 'zero' to reduce "
+            f"zeros in their place. {DROPPED}"
         ),
     ),
     "nan": (

@@ -34,7 +34,7 @@ class Run:
 
     def momentum(self) -> dict[str, Any]:
         state: dict[str, Any]
-        (state,) = self.optimizer.torch_optimizer.state.values()
+        (state,) = self.optimizer.sharding.twin.state.values()
         return state
 
 
