@@ -209,9 +209,8 @@ class _ParamAndGradBucketGroup:
         self._nans = [values.new_full((), torch.nan).expand(values.shape) for values in self._values]
         self.param_values = self._values
         """The memory to which each parameter must point now."""
-        self._is_everywhere = False  # all reduced values are here, not only this rank's shard
-        self.is_withheld = False
-        """Whether every ``param.grad`` has stood for a gradient that was sent, since the last ``reset``."""
+        # Whether all reduced values are here, not only this rank's shard, and every param.grad stands for a sent gradient.
+        self._is_everywhere, self.is_withheld = False, False
         self._divided_before: list[tuple[torch.Tensor, float]] = []
         self.grad_shards: list[torch.Tensor] = []
         """Of this rank, by bucket, where gradients are reduce-scattered."""
