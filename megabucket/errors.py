@@ -246,8 +246,8 @@ class PlainOptimizerError(MegabucketError, RuntimeError):
             f"[rank {rank}] {optimizer}.step() would update whole parameters ({name_list(self.params)}), but "
             "use_distributed_optimizer=True reduce-scatters the gradients: this rank holds the reduced values of its own "
             "shard only, and the replicas would drift apart. Wrap the optimizer: megabucket.DistributedOptimizer(optimizer, "
-            "ddp), one over all parameters of the wrapper, with groups in place of several optimizers, and call its step(); or "
-            "set use_distributed_optimizer=False."
+            "ddp), one over all parameters of the wrapper, with groups in place of several optimizers; or set "
+            "use_distributed_optimizer=False."
         )
 
 

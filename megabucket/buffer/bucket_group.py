@@ -173,8 +173,7 @@ class _ParamAndGradBucketGroup:
     ) -> None:
         self.buckets = list(buckets)
         self.index, self.label = index, f"bucket {index}"
-        self.communicator, self._replicas = communicator, replicas
-        self.policy = policy
+        self.communicator, self._replicas, self.policy = communicator, replicas, policy
         self.slots = [slot for bucket in self.buckets for slot in bucket.slots]
         self.params = [slot.param for slot in self.slots]
         """In buffer order."""
@@ -209,8 +208,8 @@ class _ParamAndGradBucketGroup:
         self._nans = [values.new_full((), torch.nan).expand(values.shape) for values in self._values]
         self.param_values = self._values
         """The memory to which each parameter must point now."""
-        # Whether all reduced values are here, not only this rank's shard, and every param.grad stands for a sent gradient.
-        self._is_everywhere, self.is_withheld = False, False
+        self._is_everywhere = False  # all reduced values are here, not only this rank's shard
+        self.is_withheld = False  # every ``param.grad`` stands for a gradient that was sent
         self._divided_before: list[tuple[torch.Tensor, float]] = []
         self.grad_shards: list[torch.Tensor] = []
         """Of this rank, by bucket, where gradients are reduce-scattered."""

@@ -97,4 +97,5 @@ class ParamState(MutableMapping[Any, Any]):
             return True
         # Numbers are copies, which may have been written to in place.
         now = self._flat.read(param)
-        return any(isinstance(value, torch.Tensor) and not torch.equal(value, now[key]) for key, value in values.items())
+        numbers = {key: value for key, value in values.items() if isinstance(value, torch.Tensor) and value.numel() == 1}
+        return any(not torch.equal(value, now[key]) for key, value in numbers.items())

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from megabucket.buffer import GradPhase, GradState, ParamAndGradBuffer, Unscale, WithheldGrad, view_like
+from megabucket.buffer import GradPhase, ParamAndGradBuffer, Unscale, WithheldGrad, view_like
 from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.groups import copies_key
 from megabucket.ddp.replicas import checksum
@@ -287,8 +287,8 @@ class Sharding:
             skipped: parameters to leave as they are; each has a shard of its own.
         """
         for shard in self.shards:
-            if shard.segment.params[0] not in skipped:
-                shard.main.grad, shard.has_stepped = shard.grad, True
+            is_used = shard.segment.params[0] not in skipped
+            shard.main.grad, shard.has_stepped = shard.grad if is_used else None, is_used or shard.has_stepped
         step_twin(self._optimizer, self.twin, self._step_of_class)
         for shard in self.shards:
             shard.main.grad = None
@@ -576,8 +576,7 @@ class Sharding:
             is_sent = group.grad_phase is not GradPhase.ACCUMULATING
             for slot in group.slots:
                 grad = slot.param.grad
-                is_cleared = slot.state is GradState.HELD or (group.is_withheld and slot.name not in self._ddp.sync.skipped)
-                if grad is None and is_cleared:
+                if grad is None and group.is_withheld and slot.name not in self._ddp.sync.skipped:
                     raise PhaseError(
                         f"the gradient of {slot.name!r} was cleared between backward and step(), to no effect or a wrong one: "
                         "zero_grad() of the torch optimizer or of the module does so. Call zero_grad() of the "
