@@ -801,7 +801,7 @@ class CheckpointUnavailableError(MegabucketError, RuntimeError):
         self.optimizer, self.method, self.rank, self.num_shards = optimizer, method, rank, num_shards
         instead = method if method.endswith("()") else "state_dict()"
         super().__init__(
-            f"[rank {rank}] {method} of the {optimizer} inside a DistributedOptimizer would treat flat shards (1 of "
-            f"{num_shards} on this rank) as the state of the model. Call {instead} of the DistributedOptimizer on every rank: "
-            "it has whole parameters, in torch's format."
+            f"[rank {rank}] {method} of the {optimizer} inside a DistributedOptimizer would find no state: it is in flat "
+            f"shards (1 of {num_shards} on this rank). Call {instead} of the DistributedOptimizer on every rank: it has whole "
+            "parameters, in torch's format."
         )

@@ -121,9 +121,9 @@ def wrapper_of(
 class FrameworkOptimizer(DistributedOptimizer):
     """A ``DistributedOptimizer`` whose ``clip_grad`` holds for one step: frameworks set it before each."""
 
-    def step_on_grads(self) -> None:
+    def _step(self) -> None:
         """Step as ``DistributedOptimizer`` does."""
         try:
-            super().step_on_grads()
+            super()._step()
         finally:
             self.clip_grad = 0.0

@@ -285,10 +285,10 @@ class DistributedOptimizer(SteppingForWrapper):
         if self.ddp.sync.state in (StepState.IDLE, StepState.OPEN) and self.sharding.is_state_requested():
             self.sharding.make_state()
             return None
-        self.step_on_grads()
+        self._step()
         return self.last_step if closure is None else value
 
-    def step_on_grads(self) -> None:
+    def _step(self) -> None:
         """Step without a closure and without torch's hooks."""
         sync = self.ddp.sync
         self.prepare_step()
@@ -505,6 +505,7 @@ class DistributedOptimizer(SteppingForWrapper):
             if is_finite:
                 return False
             if not sync.skip_reason:
+                self.load_grads()  # to name the parameters
                 sync.skip_update(self._why_not_finite("the loss scaler skips the step"))
             self.skip(sync.skip_reason)
         return True

@@ -36,8 +36,10 @@ class ParamState(MutableMapping[Any, Any]):
     """The state of a ``DistributedOptimizer``, by parameter, as in ``torch.optim.Optimizer.state``.
 
     Values per element are views: of the parameter's shape where this rank has all of it, otherwise of its part, 1D in memory
-    order, perhaps empty. What the caller changes in the dict of a parameter counts from the next step or call of the optimizer
-    on, which also ends the use of that dict.
+    order. Of a parameter of which this rank has nothing they are empty, and numbers are those of another one of its group.
+
+    What the caller changes in the dict of a parameter counts from the next step or call of the optimizer on, which also ends
+    the use of that dict.
     """
 
     def __init__(self, flat: FlatState) -> None:

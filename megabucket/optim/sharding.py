@@ -366,7 +366,10 @@ class Sharding:
             returns_some = settings["returns_grad_norm"] or settings["returns_num_zeros"]
             self.check_norm(is_wanted=clip_grad > 0 or threshold < math.inf or returns_some)
             numbers = read_hyperparameters(self._optimizer.param_groups, waits=True)
-            cut = self._cut(WholeState(self._optimizer.state, self._main_values, self._dtypes))
+            # A plain optimizer that has loaded a state_dict() of this one has main values in its state.
+            state = {key: dict(of) if isinstance(of, Mapping) else of for key, of in self._optimizer.state.items()}
+            mains = {key: of.pop(MAIN_PARAM) for key, of in state.items() if isinstance(of, dict) and MAIN_PARAM in of}
+            cut = self._cut(WholeState(state, self._main_values | mains, self._dtypes))
             check_elementwise(self._optimizer)  # after the errors about its parameters
             check_step_is_of_class(self._optimizer)
             own = [f"{name}={float(value) if type(value) is int else value}" for name, value in settings.items()]

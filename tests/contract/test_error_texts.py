@@ -187,9 +187,8 @@ TEXTS = {
     "CheckpointMissingError": "run: no checkpoint for step 120. It holds steps 80, 100: name one.",
     "CheckpointMismatchError": ("run/step-00000120 does not fit, and nothing was changed:\n  - a is missing\n  - b is unknown"),
     "CheckpointUnavailableError": (
-        "[rank 0] state_dict() of the AdamW inside a DistributedOptimizer would treat flat shards (1 of 2 on this rank) as the "
-        "state of the model. Call state_dict() of the DistributedOptimizer on every rank: it has whole parameters, in torch's "
-        "format."
+        "[rank 0] state_dict() of the AdamW inside a DistributedOptimizer would find no state: it is in flat shards (1 of 2 on "
+        "this rank). Call state_dict() of the DistributedOptimizer on every rank: it has whole parameters, in torch's format."
     ),
     "InvariantError": "text",
 }

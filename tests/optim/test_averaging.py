@@ -118,7 +118,7 @@ def test_averages_of_a_bf16_model_are_those_of_its_float32_main_parameters(field
             rank.optimizer.step()
             rank.optimizer.zero_grad()
             rank.average.update()
-            seen.append({index: values["main_param"] for index, values in rank.optimizer.state_dict()["state"].items()})
+            seen.append({index: values["main_param"] for index, values in sorted(rank.optimizer.state_dict()["state"].items())})
         return seen, rank.average.values()
 
     for mains, average in world.run(program):

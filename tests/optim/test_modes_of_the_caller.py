@@ -69,7 +69,7 @@ def test_training_goes_on_as_if_the_call_had_been_made_in_no_mode(call, mode, ca
 # These make no tensor, or are called by the wrapper itself.
 OTHERS = {
     "DistributedDataParallel": {
-        "abort_step", "follow_rebuilds", "forward", "grad_ready", "named_parameters", "no_sync",
+        "abort_step", "follow_rebuilds", "forward", "grad_ready", "named_modules", "named_parameters", "no_sync",
         "note_written",
     },
     "DistributedOptimizer": {

@@ -70,7 +70,7 @@ def test_a_step_after_one_that_the_scaler_has_skipped_is_sent_to_the_scaler():
 def test_an_optimizer_of_whole_tensors_is_sent_to_a_wrapper_with_nothing_around_it_where_it_trains(kind, switches):
     initial = torch.nn.Linear(4, 2)
     ddp = wrap(copy.deepcopy(initial), **switches)
-    with pytest.raises(ConfigError, match=rf"{kind.__name__} without a DistributedOptimizer around it, under use_d.* adapters"):
+    with pytest.raises(ConfigError, match=rf"{kind.__name__} without a DistributedOptimizer around it, under Dist.*adapters"):
         mb.DistributedOptimizer(kind(ddp.parameters()), ddp)
 
     plain, ddp = copy.deepcopy(initial), wrap(copy.deepcopy(initial), use_distributed_optimizer=False)

@@ -39,6 +39,7 @@ from megabucket.checkpoint.values import decode
 from megabucket.comm import ForwardingCommunicator, ProcessGroupCommunicator
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointError, ConfigError, name_list
+from megabucket.optim.param_state import MAIN_PARAM
 from megabucket.optim.state_dict import KNOWN_NUMBERS, NUMBER_TYPES, StateEntry, describe_number, entry_from_json, number_in
 
 _VALUES_KEY: Final = "megabucket.values"
@@ -57,7 +58,7 @@ def save_dcp(
     """Write a checkpoint of ``torch.distributed.checkpoint``. A collective call, between two steps.
 
     It holds ``{"model": get_model_state_dict(...), "optim": get_optimizer_state_dict(...)}``; each rank writes
-    its shards as boxes of whole tensors. In addition, main parameters under ``optim.main.`` and plain values as text.
+    its shards as boxes of whole tensors. In addition, plain values as text.
 
     Args:
         path: a directory that is empty or does not exist: that format cannot replace a checkpoint safely.
@@ -141,14 +142,21 @@ def _numbers(state: Any) -> Iterator[tuple[str, Any]]:
 
 def _put(tree: dict[str, Any], name: str, value: Any) -> None:
     """Put a value where torch's state dicts have it: below ``model`` and ``optim``, by whole parameter names."""
-    path = [name]
+    path, name = [name], _with_main_in_state(name)
     if name.startswith(Prefix.STATE):
         path = ["optim", "state", *_param_and_key(name)]
-    elif name.startswith((Prefix.MODEL, Prefix.MAIN)):
-        path = name.split(".", 2 if name.startswith(Prefix.MAIN) else 1)
+    elif name.startswith(Prefix.MODEL):
+        path = name.split(".", 1)
     for part in path[:-1]:
         tree = tree.setdefault(part, {})
     tree[path[-1]] = value
+
+
+def _with_main_in_state(name: str) -> str:
+    """Return the name of a tensor where main values are in the state of their parameter, as in ``state_dict()``."""
+    if not name.startswith(Prefix.MAIN):
+        return name
+    return state_name(name.removeprefix(Prefix.MAIN), MAIN_PARAM)
 
 
 def _param_and_key(name: str) -> tuple[str, str]:
@@ -204,7 +212,7 @@ class _StoredDcp(Stored):
             by_name.setdefault(piece.info.name, []).append(piece)
         while by_name:
             # A range that is wanted twice cannot be told apart in one call.
-            _load({name: FlatRange([pieces.pop()]) for name, pieces in by_name.items()}, self.path)
+            _load({_with_main_in_state(name): FlatRange([pieces.pop()]) for name, pieces in by_name.items()}, self.path)
             by_name = {name: pieces for name, pieces in by_name.items() if pieces}
 
 
@@ -225,6 +233,8 @@ def _open(path: Path, parts: TrainingParts) -> _StoredDcp:
             read[name] = None
         elif name not in aliases:
             shape = tuple(found.size)
+            if name.startswith(Prefix.STATE) and _param_and_key(name)[1] == MAIN_PARAM:
+                name = f"{Prefix.MAIN}{_param_and_key(name)[0]}"  # noqa: PLW2901 - as in a checkpoint of this library
             tensors[name] = TensorInfo(name, dtype_name(found.properties.dtype), shape, tuple(range(len(shape))))
     _load(read, path)
     if _VALUES_KEY in read:
