@@ -22,7 +22,7 @@ from megabucket.buffer import dtype_name
 from megabucket.ddp.hooks import shared_hook_in
 from megabucket.ddp.report import Hyperparameters, number_of, read_hyperparameters
 from megabucket.ddp.step import AGREED, GradSync, StepState
-from megabucket.errors import ConfigError, PlainOptimizerError, UnreducedGradientsError, name_list
+from megabucket.errors import ConfigError, PhaseError, PlainOptimizerError, UnreducedGradientsError, name_list
 
 _requires_grad: Final = attrgetter("requires_grad")
 _PLACES: Final = ("main_grad", "main_grad_copy_in_grad_buffer")
@@ -119,6 +119,11 @@ class PlainOptimizerGuard:
         """
         if isinstance(optimizer, SteppingForWrapper):
             return None
+        if optimizer in self._sync.given_optimizers:
+            raise PhaseError(
+                f"step() of the {type(optimizer).__name__} inside a DistributedOptimizer was called, which has its state and "
+                "clips and updates with all ranks. Call step() of the DistributedOptimizer. After ddp.detach() make both anew."
+            )
         held = self._held_by(optimizer)
         if not any(map(_requires_grad, held.params)):
             return None

@@ -41,6 +41,7 @@ from __future__ import annotations
 import enum
 import sys
 import time
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType, TracebackType
@@ -177,7 +178,8 @@ class GradSync:
         """Whether to gather whole gradients although the distributed optimizer is on."""
         self.updates_jointly = policy.is_sharded
         """Whether an update needs collectives: then all ranks make it or none, as the fence before it decides."""
-        self._has_optimizer = False  # one that asks ``skip_reason``; a plain one skips because it finds no gradients
+        self.given_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Optimizers that must not step: those inside a ``DistributedOptimizer``, which asks ``skip_reason``."""
         self._is_leaving = False  # detach() waits for the other ranks, but not for long
         self._concludes_late = False  # forwards of the next step may begin before the step that was given up is concluded
         self._no_sync_depth = self._num_blocks = 0
@@ -658,7 +660,8 @@ class GradSync:
                 self._drop(error)
                 raise error
             self.skip_reason = str(error)
-        self._schedule.publish(is_withdrawn=bool(self.skip_reason) and not self._has_optimizer)
+        # A plain optimizer skips because it finds no gradients. A loss scaler needs those of a DistributedOptimizer.
+        self._schedule.publish(is_withdrawn=bool(self.skip_reason) and not self.given_optimizers)
         self.step += 1
         self.counters.start_step()
         self.enter(StepState.COMMITTED if self.updates_jointly else StepState.PUBLISHED)
@@ -688,8 +691,7 @@ class GradSync:
         self.skip_reason = self.skip_reason or reason
 
     def expect_updates(self, *, jointly: bool) -> None:
-        """Note the wrapper's optimizer, and whether its update needs collectives. It may be made after the gradient sync."""
-        self._has_optimizer = True
+        """Note whether the update of the wrapper's optimizer needs collectives. It may be made after the gradient sync."""
         after = StepState.COMMITTED if jointly and self.state is StepState.PUBLISHED else self.state
         # In one statement: after an interrupt both are set or neither is.
         self.updates_jointly, self.state = jointly, after

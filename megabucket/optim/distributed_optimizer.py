@@ -26,7 +26,6 @@ from megabucket.optim.norm import GlobalNorm, check_norm_settings, clip_by_norm
 from megabucket.optim.sharding import Sharding
 from megabucket.optim.shards import MainShard
 from megabucket.optim.state_dict import pack
-from megabucket.optim.twin import check_step_is_of_class
 
 _Loss = TypeVar("_Loss")
 _grad: Final = attrgetter("grad")
@@ -283,7 +282,7 @@ class DistributedOptimizer(SteppingForWrapper):
         if closure is not None:
             with torch.enable_grad():
                 value = closure()
-        if self.ddp.sync.is_between_steps and self.sharding.is_state_requested():
+        if self.ddp.sync.state in (StepState.IDLE, StepState.OPEN) and self.sharding.is_state_requested():
             self.sharding.make_state()
             return None
         self.step_on_grads()
@@ -306,7 +305,7 @@ class DistributedOptimizer(SteppingForWrapper):
                 self.skip(sync.skip_reason)
             else:
                 with sync.failing_on_all_ranks("optimizer.step()", UPDATING):
-                    grads = self.load_grads()
+                    grads = list(map(_grad if self._has_loaded else MainShard.load_grad, self.sharding.shards))
                     norm = math.nan
                     if needs_norm:
                         norm = self.global_norm.of(norms if measures_early else self.norms_of(grads))
@@ -353,10 +352,9 @@ class DistributedOptimizer(SteppingForWrapper):
             self._check_scaler_is_updated()
             if not self._has_norm and self.clip_grad > 0:
                 self.sharding.check_norm(is_wanted=True)
-            self.sharding.check_grads_are_untouched()
-            check_step_is_of_class(self.torch_optimizer)
-            check_learning_rates(self.param_groups)
-            hyperparameters = read_hyperparameters(self.param_groups)
+            self.sharding.check_is_untouched()
+            check_learning_rates(self.torch_optimizer.param_groups)
+            hyperparameters = read_hyperparameters(self.torch_optimizer.param_groups)
             sync.counters.announce_update((*hyperparameters, ("clip_grad", float(self.clip_grad)), *self._changes, *also))
             if self._has_loaded:
                 self._check_nothing_is_lost()
@@ -430,13 +428,14 @@ class DistributedOptimizer(SteppingForWrapper):
             max_norm: 0 clips nothing.
         """
         sync, num_zeros = self.ddp.sync, None
+        skipped = sync.skipped if self.sharding.skips_some else ()
         if self._settings["returns_num_zeros"]:
-            used = [shard for shard in self.sharding.shards if shard.counts and shard.segment.params[0] not in sync.skipped]
+            used = [shard for shard in self.sharding.shards if shard.counts and shard.segment.params[0] not in skipped]
             num_zeros = self.global_norm.num_zeros((shard.grad for shard in used), numel=sum(shard.numel for shard in used))
         try:
             if max_norm > 0:
                 clip_by_norm(grads, norm=norm, max_norm=max_norm, scale=self._kernels.scale)
-            self.sharding.step(skipped=sync.skipped)
+            self.sharding.step(skipped=skipped)
         finally:
             self.sharding.store_values()
         # Before a joint update the last fence has compared the hyperparameters; otherwise the next one does.

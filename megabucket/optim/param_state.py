@@ -42,32 +42,33 @@ class ParamState(MutableMapping[Any, Any]):
 
     def __init__(self, flat: FlatState) -> None:
         self._flat = flat
-        self._shown: dict[torch.nn.Parameter, dict[str, Any]] = {}  # handed out, and perhaps changed by the caller
+        self.shown: dict[torch.nn.Parameter, dict[str, Any]] = {}
+        """State that was handed out since the last ``fold``, and perhaps changed by the caller."""
         self._read: dict[torch.nn.Parameter, dict[str, Any]] = {}  # as they were then
 
     def __getitem__(self, key: Any) -> Any:
         if key not in self._flat.flat_params:
             return self._flat.loose[key]
-        if key not in self._shown:
+        if key not in self.shown:
             found = self._flat.read(key)
-            self._shown[key], self._read[key] = found, dict(found)
-        return self._shown[key]
+            self.shown[key], self._read[key] = found, dict(found)
+        return self.shown[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        (self._shown if key in self._flat.flat_params else self._flat.loose)[key] = value
+        (self.shown if key in self._flat.flat_params else self._flat.loose)[key] = value
 
     def __delitem__(self, key: Any) -> None:
         if key not in self:
             raise KeyError(key)
         if key in self._flat.flat_params:
-            self._shown[key] = {}
+            self.shown[key] = {}
         else:
             del self._flat.loose[key]
 
     def __contains__(self, key: Any) -> bool:
         if key not in self._flat.flat_params:
             return key in self._flat.loose
-        return bool(self._shown[key].keys() - {MAIN_PARAM}) if key in self._shown else self._flat.has_state(key)
+        return bool(self.shown[key].keys() - {MAIN_PARAM}) if key in self.shown else self._flat.has_state(key)
 
     def __iter__(self) -> Iterator[Any]:
         yield from filter(self.__contains__, self._flat.flat_params)
@@ -79,18 +80,13 @@ class ParamState(MutableMapping[Any, Any]):
     def __repr__(self) -> str:
         return repr({key: self[key] for key in self})
 
-    @property
-    def is_shown(self) -> bool:
-        """Whether the caller has read or written state since the last ``fold``."""
-        return bool(self._shown)
-
     def fold(self) -> None:
         """Bring changes of the caller into the flat tensors.
 
         Raises:
             OptimizerParametersError: a value fits neither the parameter nor this rank's part of it.
         """
-        shown, self._shown = self._shown, {}
+        shown, self.shown = self.shown, {}
         read, self._read = self._read, {}
         changed = {param: dict(values) for param, values in shown.items() if self._differs(param, values, read.get(param))}
         if changed:

@@ -11,7 +11,7 @@ import copy
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Container, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
@@ -45,7 +45,7 @@ from megabucket.optim.state_dict import (
     unpack,
     unshard,
 )
-from megabucket.optim.twin import call_on_twin, check_step_is_of_class, step_twin, twin_of, unhooked_step
+from megabucket.optim.twin import Step, call_on_twin, check_step_is_of_class, step_twin, twin_of, unhooked_step
 
 _params: Final = itemgetter("params")
 _grad: Final = attrgetter("grad")
@@ -176,12 +176,13 @@ class Sharding:
         self._buffers: list[ParamAndGradBuffer] = []  # where the shards lie
         self._num_value_changes = 0  # of the wrapper, when main values last were those of its parameters
         itself = weakref.ref(self)
-        optimizer.register_step_pre_hook(lambda held, *_: _refuse_step(itself, held))
         optimizer.register_state_dict_pre_hook(lambda held: _refuse_shards(itself, held, "state_dict()"))
         optimizer.register_load_state_dict_pre_hook(lambda held, _: _refuse_shards(itself, held, "load_state_dict()"))
         self.shards: list[MainShard] = []
         """Of this rank, in buffer order; none while the optimizer holds whole parameters."""
-        self._is_stepping = False
+        self._step_of_class = unhooked_step(optimizer)
+        self.skips_some = any(reduction.policy.skips_unused for reduction in ddp.ranks.by_name.values())
+        """Whether a step may leave parameters as they are."""
         self._shard_of: dict[str, MainShard] = {}  # by parameter; not of those of which this rank has nothing
         self._group_of: dict[str, int] = {}
         self.counted_grads: dict[int, list[torch.Tensor]] = {}
@@ -265,6 +266,7 @@ class Sharding:
         for group in groups:
             if not group["params"]:
                 group["params"].append(_placeholder(ddp.param_and_grad_buffers[0].param_data.device))
+        ddp.sync.given_optimizers.add(given)
         state = defaultdict(dict, {main: values for main, values in cut.state.items() if values})
         self.twin = twin_of(given, groups, state)
         self.shards = cut.shards
@@ -281,7 +283,7 @@ class Sharding:
         # Weights loaded after this point reach the main parameters at the next step.
         self._num_value_changes = ddp.num_value_changes
 
-    def step(self, *, skipped: Container[str] = ()) -> None:
+    def step(self, *, skipped: Container[str]) -> None:
         """Step the twin on the gradients of the shards.
 
         Args:
@@ -290,13 +292,11 @@ class Sharding:
         for shard in self.shards:
             if shard.segment.params[0] not in skipped:
                 shard.main.grad, shard.has_stepped = shard.grad, True
-        self._is_stepping = True
-        step_twin(self._optimizer, self.twin)
-        self._is_stepping = False
+        step_twin(self._optimizer, self.twin, self._step_of_class)
         for shard in self.shards:
             shard.main.grad = None
 
-    def call_on_shards(self, method: Callable[[torch.optim.Optimizer], object]) -> None:
+    def call_on_shards(self, method: Step) -> None:
         """Call a method of the given optimizer's class that writes to its parameters."""
         call_on_twin(method, self._optimizer, self.twin)
 
@@ -313,7 +313,7 @@ class Sharding:
         self.check_is_current()
         for shard in self.shards:
             shard.main.grad = torch.zeros_like(shard.main)
-        self.call_on_shards(unhooked_step(self._optimizer))
+        self.call_on_shards(self._step_of_class)
         for shard in self.shards:
             shard.main.grad = None
 
@@ -343,6 +343,7 @@ class Sharding:
         self._main_values |= found.main_values
         self._dtypes |= found.dtypes
         vars(self._optimizer).pop("__getstate__", None)
+        self._ddp.sync.given_optimizers.discard(self._optimizer)
         self.shards, self._buffers = [], []
         self.counted_grads.clear()
         self.twin = twin_of(self._optimizer, [], defaultdict(dict))
@@ -408,7 +409,7 @@ class Sharding:
     def refresh(self) -> None:
         """Bring parameters and main parameters up to date with the last step, or a later load."""
         self._ddp.finish_param_sync()  # a gather that no forward has waited for may still be running
-        if self.state.is_shown:
+        if self.state.shown:
             self.state.fold()
         if self._num_value_changes != self._ddp.num_value_changes:
             self.reload()
@@ -565,12 +566,15 @@ class Sharding:
                 "rate to 0."
             )
 
-    def check_grads_are_untouched(self) -> None:
-        """Refuse a step after gradients were cleared or replaced to no effect.
+    def check_is_untouched(self) -> None:
+        """Refuse a step after gradients, or ``step`` of the given optimizer, were cleared or replaced to no effect.
 
         Raises:
+            ConfigError: ``step`` was replaced.
             PhaseError: the gradient of a parameter was cleared in this step, or replaced after it was sent.
         """
+        if "step" in vars(self._optimizer):
+            check_step_is_of_class(self._optimizer)
         for group in self._ddp.sync.groups if self._is_sharded else ():
             if _WITHHELD.issuperset(map(type, map(_grad, group.params))):
                 continue
@@ -684,14 +688,3 @@ def _refuse_copies(sharding: weakref.ref[Sharding], of: weakref.ref[torch.optim.
     assert optimizer is not None  # noqa: S101 - for mypy: this is called for it
     _refuse_shards(sharding, optimizer, "a copy or pickle")
     return type(optimizer).__getstate__(optimizer)
-
-
-def _refuse_step(reference: weakref.ref[Sharding], held: torch.optim.Optimizer) -> None:
-    """Refuse a step of the given optimizer, whose hooks its twin calls as well."""
-    sharding = reference()
-    if sharding is not None and sharding._buffers and not sharding._is_stepping:
-        kind = type(held).__name__
-        raise PhaseError(
-            f"step() of the {kind} inside a DistributedOptimizer was called: its state is in the DistributedOptimizer, which "
-            "clips and updates with all ranks. Call step() of the DistributedOptimizer. After ddp.detach() make both anew."
-        )

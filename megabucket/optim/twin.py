@@ -8,12 +8,15 @@ the given one gets back what the step has written to them (schedule-free optimiz
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
 
 from megabucket.errors import ConfigError
+
+Step = Callable[[torch.optim.Optimizer], object]
+"""A method of an optimizer's class."""
 
 _OWN: Final = frozenset({"param_groups", "state", "step", "__getstate__", "_opt_called"})
 """Attributes that the two do not share; hooks are further ones."""
@@ -36,27 +39,31 @@ def twin_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], stat
     return twin
 
 
-def step_twin(given: torch.optim.Optimizer, twin: torch.optim.Optimizer) -> None:
-    """Step the twin, with the hooks of the given optimizer around it."""
+def step_twin(given: torch.optim.Optimizer, twin: torch.optim.Optimizer, step: Step) -> None:
+    """Step the twin, with the hooks of the given optimizer around it.
+
+    Args:
+        step: ``unhooked_step`` of the given optimizer.
+    """
     own: Any = given
     for hook in list(own._optimizer_step_pre_hooks.values()):
         hook(given, (given,), {})
-    call_on_twin(unhooked_step(given), given, twin)
+    _carry(given, twin)
+    step(twin)
+    _carry(twin, given)
+    own._opt_called = True  # a scheduler of the given optimizer looks for it
     for hook in list(own._optimizer_step_post_hooks.values()):
         hook(given, (given,), {})
 
 
-def call_on_twin(
-    method: Callable[[torch.optim.Optimizer], object], given: torch.optim.Optimizer, twin: torch.optim.Optimizer
-) -> None:
+def call_on_twin(method: Step, given: torch.optim.Optimizer, twin: torch.optim.Optimizer) -> None:
     """Call a method of the class on the twin, with the hyperparameters and attributes of the given optimizer."""
     _carry(given, twin)
     method(twin)
     _carry(twin, given)
-    given._opt_called = True  # type: ignore[attr-defined]  # a scheduler of the given optimizer looks for it
 
 
-def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], object]:
+def unhooked_step(optimizer: torch.optim.Optimizer) -> Step:
     """Return the ``step`` of the class, without the function of torch around it that calls hooks."""
     step: Any = type(optimizer).step
     is_wrapped = getattr(step, "hooked", False) and step.__globals__["__name__"] == torch.optim.Optimizer.__module__
@@ -92,14 +99,10 @@ def _carry(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None
         params = other["params"]
         other.update(group)
         other["params"] = params
-    _carry_loose(source.state, target.state)
-
-
-def _carry_loose(source: MutableMapping[Any, Any], target: MutableMapping[Any, Any]) -> None:
-    """Copy state under keys that are no parameters."""
-    for key in list(target):
+    # State under keys that are no parameters.
+    for key in list(target.state):
         if not isinstance(key, torch.Tensor):
-            del target[key]
-    for key, value in source.items():
+            del target.state[key]
+    for key, value in source.state.items():
         if not isinstance(key, torch.Tensor):
-            target[key] = value
+            target.state[key] = value

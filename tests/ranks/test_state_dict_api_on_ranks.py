@@ -33,7 +33,7 @@ import megabucket as mb
 
 pytestmark = pytest.mark.dist
 
-DISTRIBUTED_OPTIMIZER_TAKES_PART = False
+DISTRIBUTED_OPTIMIZER_TAKES_PART = True
 """Whether ``DistributedOptimizer`` answers torch's state-dict API."""
 
 PLAIN = "a plain optimizer, all-reduced"
