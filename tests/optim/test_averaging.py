@@ -140,7 +140,9 @@ def test_averages_of_a_bf16_model_are_those_of_its_float32_main_parameters(field
         expected = mains[0]
         for weights in mains[1:]:
             expected = {index: DECAY * expected[index] + (1 - DECAY) * weights[index] for index in weights}
-        torch.testing.assert_close(list(average.values()), [expected[index] for index in sorted(expected)], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            list(average.values()), [expected[index] for index in sorted(expected)], rtol=1e-5, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("path", ["rebuild", "load_state_dict"])
