@@ -24,8 +24,11 @@ OPTIMIZERS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.05, weight_decay=0.1),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
     "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1, weight_decay=0.1),
+    "AdamW, fused": lambda params: torch.optim.AdamW(params, lr=0.05, weight_decay=0.1, fused=True),
+    "SGD alone": lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.1),
+    "NAdam": lambda params: torch.optim.NAdam(params, lr=0.01),
 }
-EACH = pytest.mark.parametrize("kind", OPTIMIZERS)
+EACH = pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adagrad"])
 NUMELS = {"a": 100, "b": 3, "c": 200, "d": 1, "e": 70}
 STEPS, FIRST_USED_AT = 8, 5
 
@@ -58,6 +61,11 @@ def uses(step, rank, microbatch=0):
     found |= {"b"} if rank == 0 and (step % 3 or step == 3) else set()
     found |= {"c"} if random.Random(f"{step} {rank} {microbatch}").random() < 0.4 else set()
     return found | ({"d"} if rank != 1 and step >= FIRST_USED_AT else set())
+
+
+def uses_some(*at):
+    """The same, but something on each rank: what torch calls between backward and step needs a gradient there."""
+    return uses(*at) or {"c"}
 
 
 def seed_of(step, rank, microbatch=0):
@@ -241,6 +249,34 @@ def test_clipping_by_hand_counts_the_same_parameters(switches):
         assert_alike(found, alone.found(), atol=1e-5)
 
 
+def test_torch_clips_the_gradients_that_are_there():
+    alone = Alone(2, clip=3.0, uses=uses_some).run()
+
+    def program(rank, ddp, optimizer):
+        for step in range(STEPS):
+            backward(ddp, rank, step, uses=uses_some)
+            torch.nn.utils.clip_grad_norm_(ddp.parameters(), 3.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return found_of(ddp, optimizer)
+
+    for found in run_ranks(2, program):
+        assert_alike(found, alone.found(), atol=1e-5)
+
+
+@BOTH
+def test_norms_of_a_parameter_that_is_left_alone_are_zero(switches):
+    def program(rank, ddp, optimizer):
+        train(ddp, optimizer, rank, range(1))
+        backward(ddp, rank, 1)  # without a and e
+        with mb.param_norms(optimizer) as norms:
+            optimizer.step()
+        return {name: (of.grad, of.update) for name, of in norms.items()}
+
+    for norms in run_ranks(2, program, **switches):
+        assert {name for name, of in norms.items() if of == (0.0, 0.0)} == {"a", "d", "e"}
+
+
 @BOTH
 def test_a_closure_may_run_the_last_backward(switches):
     def program(rank, ddp, optimizer):
@@ -266,9 +302,6 @@ SCALERS = {
 @pytest.mark.parametrize("bad", [None, 3, 4])
 @pytest.mark.parametrize("size", [1, 2])
 def test_loss_scalers_skip_a_step_as_a_whole(switches, kind, bad, size):
-    def uses_some(*args):  # torch's scaler needs a gradient on each rank, and is called before gradients are exchanged
-        return uses(*args) or {"c"}
-
     alone = Alone(size, uses=uses_some)
     for step in range(STEPS):
         alone.step(step, is_dropped=step == bad)
@@ -422,6 +455,52 @@ def test_state_goes_on_in_another_mode_on_another_number_of_ranks(kind, path, dt
             child.rename(tmp_path.parent / f"{child.name} of {tmp_path.name}, {sharded}, {size}")
 
 
+@EACH
+@BOTH
+def test_plain_torch_goes_on_from_its_state_and_it_from_that_of_plain_torch(kind, switches):
+    def program(rank, ddp, optimizer):
+        train(ddp, optimizer, 0, range(2))
+        return copy.deepcopy((ddp.state_dict(), optimizer.state_dict()))
+
+    weights, state = run_ranks(2, program, kind=kind, **switches)[0]
+    plain = Alone(1, kind)
+    plain.module.load_state_dict(weights)
+    for name, param in plain.module.named_parameters():
+        plain.mains[name].data.copy_(param.data)
+    plain.optimizer.load_state_dict(state)
+    plain.run(range(2, 4))
+    saved = copy.deepcopy((plain.module.state_dict(), plain.optimizer.state_dict()))
+
+    def back(rank, ddp, optimizer):
+        ddp.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        train(ddp, optimizer, 0, range(4, STEPS))
+        return found_of(ddp, optimizer)
+
+    expected = Alone(1, kind).run().found()
+    for found in run_ranks(2, back, kind=kind, **switches):
+        assert_alike(found, expected)
+
+
+@BOTH
+def test_state_of_a_given_optimizer_that_has_stepped_on_some_parameters_moves_in(switches):
+    world = LoopbackWorld(2, timeout_s=20)
+
+    def play(rank):
+        alone = Alone(1).run(range(2))
+        optimizer = OPTIMIZERS["AdamW"](alone.module.parameters())
+        optimizer.load_state_dict(alone.optimizer.state_dict())
+        config = mb.DistributedDataParallelConfig(unused_parameters="skip", bucket_size=120, **switches)
+        ddp = mb.DistributedDataParallel(alone.module, config, communicator=world.communicator(rank))
+        distributed = mb.DistributedOptimizer(optimizer, ddp)
+        train(ddp, distributed, 0, range(2, STEPS))
+        return found_of(ddp, distributed)
+
+    expected = Alone(1).run().found()
+    for found in world.run(play):
+        assert_alike(found, expected)
+
+
 @BOTH
 def test_state_by_parameter_counts_the_steps_of_that_parameter(switches):
     alone = Alone(2).run()
@@ -456,6 +535,36 @@ def test_replicas_of_the_shards_leave_the_same_parameters_alone():
     expected = Alone(4).run().found()
     for found in world.run(play):
         assert_alike(found, expected)
+
+
+# What is sent, and what is stepped on #
+
+
+def labels(world, rank, first=0):
+    return [text.split(" [")[0] for text in world.schedule(rank)][first:]
+
+
+@pytest.mark.parametrize("unused", ["error", "zero", "skip"])
+@BOTH
+def test_only_skip_sends_more_and_steps_on_more_tensors(switches, unused):
+    world = LoopbackWorld(2, timeout_s=20)
+
+    def play(rank):
+        config = mb.DistributedDataParallelConfig(unused_parameters=unused, bucket_size=10_000, **switches)
+        ddp = mb.DistributedDataParallel(Parts(), config, communicator=world.communicator(rank))
+        optimizer = mb.DistributedOptimizer(OPTIMIZERS["AdamW"](ddp.parameters()), ddp)
+        first = len(labels(world, rank))
+        ddp("abcde", rank).backward()
+        optimizer.step()
+        ddp.finish_param_sync()
+        return labels(world, rank, first), len(optimizer.sharding.shards)
+
+    # e, d, c, b and a begin at 0, 128, 192, 448 and 512 of 768 elements: the ranks part inside c.
+    after = ["grad norm", "param gather 0"] if switches else []
+    for rank, (sent, num_tensors) in enumerate(world.run(play)):
+        asked = ["unused parameters of dense"] if unused == "skip" else []
+        assert sent == ["bucket 0", *asked, "fence", *after]
+        assert num_tensors == (1 if unused != "skip" else 5 if not switches else (3, 3)[rank])
 
 
 # Any steps #
