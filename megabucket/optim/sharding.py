@@ -232,8 +232,7 @@ class Sharding:
         ranks, is_sharded, identities = self._ddp.ranks, self._is_sharded, self._ddp.identities
         counts = {name: ranks.counts(identities[name], is_sharded=is_sharded) for name in self._ddp.param_names.values()}
         # An optimizer leaves a tensor without a gradient alone, so a parameter that may be skipped has one of its own.
-        alone = {name for name in counts if ranks.by_name[identities[name].group].policy.skips_unused}
-        signatures = {name: (counts[name], signature_of.get(name), name if name in alone else "") for name in counts}
+        signatures = {name: (counts[name], signature_of.get(name), name if self._may_skip(name) else "") for name in counts}
         return [
             MainShard(segment, buffer, counts=counts[segment.params[0]])
             for buffer in self._ddp.param_and_grad_buffers
@@ -245,6 +244,10 @@ class Sharding:
                 signature_of=signatures,
             )
         ]
+
+    def _may_skip(self, name: str) -> bool:
+        """Return whether steps leave the parameter alone if no rank has used it."""
+        return self._ddp.ranks.by_name[self._ddp.identities[name].group].policy.skips_unused
 
     def _take(self, cut: _Cut) -> None:
         """Make a twin that steps on these shards. Parameters without a shard keep their state."""
@@ -381,15 +384,17 @@ class Sharding:
     def _watch_scalers(self) -> None:
         """Let gradients that a loss scaler meets call the optimizer: withheld ones, and one reduced one of each dtype."""
         for buffer in self._ddp.param_and_grad_buffers:
-            for slot in buffer.slots.values():
+            slots = list(buffer.slots.values())
+            for slot in slots:
                 if slot.withheld is not None:
                     slot.withheld.unscale = self._unscale
-            if not self._is_sharded and buffer.slots:
-                first = next(iter(buffer.slots.values()))
-                shown = ReducedGrad.over(first.in_buffer, self._unscale)
-                if first.param.grad is first.in_buffer:
-                    first.param.grad = shown
-                first.in_buffer = shown
+            # Which of the parameters that may be skipped will have a gradient is not known.
+            may_skip = any(map(self._may_skip, buffer.slots))  # all or none
+            for slot in () if self._is_sharded else slots if may_skip else slots[:1]:
+                shown = ReducedGrad.over(slot.in_buffer, self._unscale)
+                if slot.param.grad is slot.in_buffer:
+                    slot.param.grad = shown
+                slot.in_buffer = shown
 
     def check_norm(self, *, is_wanted: bool) -> bool:
         """Return whether a norm over these parameters can be computed.
@@ -606,7 +611,8 @@ class Sharding:
 
     def has_state(self, param: torch.nn.Parameter) -> bool:
         """Return whether a step or a load has made state for a parameter."""
-        return bool(self.twin.state.get(self._main_of(self._ddp.param_names[param])))
+        name = self._ddp.param_names[param]
+        return bool(self._state_of(name, self._main_of(name)))
 
     def _main_of(self, name: str) -> torch.nn.Parameter:
         """Return the tensor with the state of a parameter; one of the same group where this rank has nothing of it."""
@@ -614,11 +620,16 @@ class Sharding:
         main: torch.nn.Parameter = self.twin.param_groups[self._group_of[name]]["params"][0] if shard is None else shard.main
         return main
 
+    def _state_of(self, name: str, main: torch.nn.Parameter) -> Mapping[str, Any]:
+        """Return the state of ``main``; empty if this rank has nothing of the parameter and others may have other steps."""
+        is_elsewhere = name not in self._shard_of and self._may_skip(name)
+        return {} if is_elsewhere else self.twin.state.get(main) or {}
+
     def read(self, param: torch.nn.Parameter) -> dict[str, Any]:
         """Return this rank's state of a parameter: views of flat tensors, and copies of numbers."""
         name = self._ddp.param_names[param]
         main, shard = self._main_of(name), self._shard_of.get(name)
-        state = self.twin.state.get(main) or {}
+        state = self._state_of(name, main)
         flats = {key: value.detach() for key, value in state.items() if is_per_element(key, value, main)}
         found = {key: flats[key][:0] if key in flats else copy.deepcopy(value) for key, value in state.items()}
         if main_dtype(param.dtype) != param.dtype:
@@ -641,7 +652,10 @@ class Sharding:
             main = local[param].pop(MAIN_PARAM, None)
             if main is not None and name in held:
                 held[name] = main
+        stepped = {name for shard in self.shards if shard.has_stepped for name in shard.segment.params}
         self._take(self._cut(WholeState(local, dtypes={param: main_dtype(param.dtype) for param in local}), held, numels))
+        for shard in self.shards:
+            shard.has_stepped = stepped.issuperset(shard.segment.params)
 
 
 def _checksums(whole: WholeState, names: Mapping[torch.nn.Parameter, str]) -> dict[str, Entry]:

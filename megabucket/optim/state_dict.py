@@ -521,7 +521,10 @@ def unpack(
     stand_ins = [[byte.to(param.device).expand(param.shape or (1,)) for param in of_group] for of_group in members]
     groups = [{**group, "params": of_group} for group, of_group in zip(optimizer.param_groups, stand_ins, strict=True)]
     shell = shell_of(optimizer, groups, defaultdict(dict))
-    shell.load_state_dict(dict(state_dict))
+    # Torch takes any entry for the state of a parameter that has steps, and looks for their number.
+    saved = state_dict["state"]
+    stepped = {key: entry for key, entry in saved.items() if not isinstance(entry, Mapping) or entry.keys() != {MAIN_PARAM}}
+    shell.load_state_dict({**state_dict, "state": stepped})
     param_at = dict(enumerate(chain.from_iterable(members)))
     param_of = dict(zip(chain.from_iterable(stand_ins), param_at.values(), strict=True))
     values = {param_of.get(key, key): value for key, value in shell.state.items()}
@@ -531,6 +534,10 @@ def unpack(
         for param, values in values.items()
         if isinstance(param, torch.Tensor) and MAIN_PARAM in values
     }
+    indices = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    for index, param in zip(indices, param_at.values(), strict=True):
+        if index in saved and index not in stepped:
+            mains[param] = saved[index][MAIN_PARAM].to(param.device)
     _refuse(_shape_problems(values, mains, names))
     computed_in = {param_at[index]: dtype_named(name) for index, name in own.get(_COMPUTED_IN, {}).items() if index in param_at}
     dtypes = {param: main_dtype(param.dtype) for param in param_at.values()}

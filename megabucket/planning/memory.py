@@ -45,7 +45,8 @@ class RankMemory:
     optimizer_padding_bytes: int = 0
     """Alignment gaps inside the flat tensors the optimizer steps on."""
     scratch_bytes: int = 0
-    """Small tensors for communication and bookkeeping: fence, gradient norm, a NaN per parameter, Adam's step counts."""
+    """Small tensors for communication and bookkeeping: fence, gradient norm, a NaN per parameter, Adam's step counts, and with
+    ``unused_parameters="skip"`` a byte per parameter."""
     activation_bytes: int = 0
     """Activations, as given by the caller."""
 
@@ -59,7 +60,7 @@ class RankMemory:
         return RankMemory(**{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)})
 
 
-def rank_memory(
+def rank_memory(  # noqa: PLR0913 - one argument per choice, most of them rarely used
     layout: ModelLayout,
     *,
     rank: int,
@@ -69,6 +70,7 @@ def rank_memory(
     has_fence: bool = True,
     group_of: Mapping[str, int] | None = None,
     fp32_local: Collection[str] = (),
+    skips_unused: bool = False,
 ) -> RankMemory:
     """Return the bytes one rank holds for the model of ``layout``.
 
@@ -90,6 +92,7 @@ def rank_memory(
             group changes.
         fp32_local: parameters whose gradients of 16 bits are added up in float32 on each rank, as
             ``config.resolve.fp32_local_params`` returns them.
+        skips_unused: whether ``unused_parameters="skip"``, with a flat tensor for each parameter. All of them have been used.
 
     Raises:
         LayoutError: a buffer's dtype is unknown, or ``rank`` is out of range.
@@ -105,10 +108,11 @@ def rank_memory(
     norm_bytes = _NORM_BYTES if has_main_params else 0
     total = RankMemory(scratch_bytes=norm_bytes + (FENCE_BYTES if has_fence else 0))
     for buffer in layout.buffers:
-        total += _buffers_memory(buffer, fp32_local)
+        total += _buffers_memory(buffer, fp32_local) + RankMemory(scratch_bytes=len(buffer.params) * skips_unused)
         if has_main_params:
             groups = group_of if group_of is not None else dict.fromkeys(buffer.params, 0)
-            segments = plan_segments(buffer, groups, rank=rank % buffer.num_shards, is_sharded=is_sharded)
+            alone = {name: name for name in buffer.params} if skips_unused else None
+            segments = plan_segments(buffer, groups, rank=rank % buffer.num_shards, is_sharded=is_sharded, signature_of=alone)
             total += _flat_optimizer_memory(buffer, segments, moments_per_element)
         else:
             total += _plain_optimizer_memory(buffer, moments_per_element)
@@ -172,6 +176,7 @@ def memory_by_mode(
             moments_per_element=moments_per_element,
             has_fence=dp_size > 1,
             fp32_local=fp32_local_params(config, [spec.name for spec in specs]),
+            skips_unused=config.unused_parameters == "skip",
         ) + RankMemory(activation_bytes=activation_bytes)
     return found
 

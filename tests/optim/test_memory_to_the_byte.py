@@ -94,6 +94,7 @@ def cases(draw):
         fence=draw(st.booleans()),
         overlap_param_gather=is_sharded and draw(st.booleans()),
         bucket_size=draw(st.sampled_from([1, 200, 10_000])),
+        unused_parameters=draw(st.sampled_from(["error", "skip"])),
     )
     names = [f"p{i}" for i in range(len(numels))]
     group_of = {name: draw(st.sampled_from([0, 0, 1])) for name in names}
@@ -117,6 +118,7 @@ def test_everything_that_lives_from_step_to_step_is_computed_to_the_byte(case):
             moments_per_element=moments,
             has_fence=size > 1,
             group_of=group_of,
+            skips_unused=config.unused_parameters == "skip",
             fp32_local=fp32_local_params(config, [f"p{i}" for i in range(len(numels))]),
         )
         for rank, (ddp, _) in enumerate(ranks)
@@ -144,7 +146,8 @@ def assert_categories(memory, ddp, optimizer):
     shards = optimizer.sharding.shards
     mains = sum(bytes_of(shard.main.data) for shard in shards if shard.has_own_values)
     main_grads = sum(bytes_of(shard.grad) for shard in shards if shard.grad.dtype != shard.buffer_grads.dtype)
-    state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)]
+    states = [optimizer.sharding.twin.state[shard.main] for shard in shards]
+    state = [value for values in states for value in values.values() if isinstance(value, torch.Tensor)]
     moments = sum(bytes_of(value) for value in state if value.dim())
     counts = sum(bytes_of(value) for value in state if not value.dim())
     assert memory.padding_bytes == buffer_bytes - values - grads
@@ -157,7 +160,8 @@ def assert_categories(memory, ddp, optimizer):
     )
     nans = sum(slot.param.itemsize for group in ddp.bucket_groups for slot in group.slots)
     fence = bytes_of(ddp.sync._fence._gate._vector) if ddp.communicator.size > 1 else 0
-    assert memory.scratch_bytes == counts + nans + fence + bytes_of(optimizer.global_norm._total)
+    uses = len(slots) if ddp.ddp_config.unused_parameters == "skip" else 0
+    assert memory.scratch_bytes == counts + nans + fence + uses + bytes_of(optimizer.global_norm._total)
 
 
 def bytes_of(tensor):
@@ -174,15 +178,17 @@ def bytes_of(tensor):
         (torch.bfloat16, True, SGD),
     ],
 )
-def test_a_plain_optimizer_steps_on_whole_parameters_with_state_in_the_dtype_of_the_gradients(dtype, in_fp32, moments):
-    config = DistributedDataParallelConfig(bucket_size=100, grad_reduce_in_fp32=in_fp32)
+@pytest.mark.parametrize("unused", ["error", "skip"])
+def test_a_plain_optimizer_steps_on_whole_parameters_with_state_in_the_dtype_of_the_gradients(dtype, in_fp32, moments, unused):
+    config = DistributedDataParallelConfig(bucket_size=100, grad_reduce_in_fp32=in_fp32, unused_parameters=unused)
 
     ranks, alive_bytes = wrap_and_step(
         lambda: Model((100, 7, 0, 130), [dtype] * 4), 2, config, BUILD[moments], own_optimizer=False
     )
 
     layout = ranks[0][0].layout
-    computed = rank_memory(layout, rank=0, is_sharded=False, moments_per_element=moments, has_main_params=False)
+    fields = {"moments_per_element": moments, "has_main_params": False, "skips_unused": unused == "skip"}
+    computed = rank_memory(layout, rank=0, is_sharded=False, **fields)
     assert alive_bytes == 2 * computed.total_bytes
 
 

@@ -276,6 +276,21 @@ class TestBothWays:
                 assert bits(state_dict["state"][index]["exp_avg"]) == bits(values["exp_avg"].float())
                 assert torch.equal(state_dict["state"][index]["step"], values["step"])
 
+    @MODES
+    @pytest.mark.parametrize("kind", OPTIMIZERS)
+    def test_float32_values_come_back_without_other_state(self, kind, sharded):
+        """Before the first step there is none, and torch takes any entry for one with a step count."""
+
+        def program(_, __, optimizer):
+            state_dict = copy.deepcopy(optimizer.state_dict())
+            for index in range(5):
+                state_dict["state"][index]["main_param"].mul_(1.0 + 2.0**-20)
+            optimizer.load_state_dict(state_dict)
+            return [bits([one["state"][index] for index in range(5)]) for one in (state_dict, optimizer.state_dict())]
+
+        for given, found in run_ranks(2, program, sharded=sharded, dtype=torch.bfloat16, build=OPTIMIZERS[kind]):
+            assert given == found
+
     def test_state_of_parameters_that_are_frozen_now_stays(self):
         def program(rank, ddp, optimizer):
             train(ddp, optimizer, range(2), rank)

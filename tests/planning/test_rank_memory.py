@@ -90,6 +90,17 @@ def test_gaps_inside_a_flat_tensor_of_the_optimizer_are_counted_once_for_each_co
     assert two_groups.scratch_bytes == SCRATCH + 2 * 2 + 4
 
 
+def test_parameters_that_may_be_skipped_have_a_flat_tensor_each_and_a_byte_each():
+    specs = [ParamSpec("w0", (10,), "bfloat16"), ParamSpec("w1", (100,), "bfloat16")]
+    config = DistributedDataParallelConfig(unused_parameters="skip")
+
+    memories = memory_by_mode(specs, config, dp_size=1)
+
+    for memory in memories.values():
+        assert memory.optimizer_padding_bytes == 0
+        assert memory.scratch_bytes == 8 + 2 * 2 + 2 * 4 + 2  # the norm, and of each parameter a NaN, a step count, a byte
+
+
 def test_what_is_given_for_activations_is_taken_as_it_is_and_one_rank_has_no_fence():
     config = DistributedDataParallelConfig()
 
