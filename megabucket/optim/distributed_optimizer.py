@@ -195,7 +195,7 @@ class DistributedOptimizer(SteppingForWrapper):
 
         They get shards at the next ``ddp.rebuild()``. Until then ``step`` is refused if one of them is trainable.
         """
-        if "torch_optimizer" in vars(self):  # not yet in torch's constructor
+        if getattr(self, "torch_optimizer", None) is not None:  # not yet in torch's constructor
             self.torch_optimizer.add_param_group(param_group)
 
     # As a torch optimizer #
@@ -203,11 +203,11 @@ class DistributedOptimizer(SteppingForWrapper):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of the given optimizer, with the parameters of the module."""
-        return self.torch_optimizer.param_groups if "torch_optimizer" in vars(self) else []
+        return self.torch_optimizer.param_groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        if "torch_optimizer" in vars(self):  # torch's constructor sets an empty list before there is one
+        if getattr(self, "torch_optimizer", None) is not None:  # torch's constructor sets an empty list before there is one
             self.torch_optimizer.param_groups = groups
 
     @property
@@ -217,7 +217,7 @@ class DistributedOptimizer(SteppingForWrapper):
 
     @state.setter
     def state(self, values: Mapping[Any, Any]) -> None:
-        if "sharding" in vars(self):  # torch's constructor sets an empty one before there are shards
+        if getattr(self, "sharding", None) is not None:  # torch's constructor sets an empty one before there are shards
             self.sharding.state.clear()
             self.sharding.state.update(values)
 

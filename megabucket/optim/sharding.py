@@ -183,6 +183,8 @@ class Sharding:
         self._step_of_class = unhooked_step(optimizer)
         self.skips_some = any(reduction.policy.skips_unused for reduction in ddp.ranks.by_name.values())
         """Whether a step may leave parameters as they are."""
+        self.flat_params: Mapping[torch.nn.Parameter, str] = {}
+        """The parameters whose state is in shards."""
         self._shard_of: dict[str, MainShard] = {}  # by parameter; not of those of which this rank has nothing
         self._group_of: dict[str, int] = {}
         self.counted_grads: dict[int, list[torch.Tensor]] = {}
@@ -271,7 +273,7 @@ class Sharding:
         self.twin = twin_of(given, groups, state)
         self.shards = cut.shards
         self._shard_of = {name: shard for shard in cut.shards for name in shard.segment.params}
-        self._group_of = self.members.by_name(ddp)
+        self.flat_params, self._group_of = ddp.param_names, self.members.by_name(ddp)
         self._buffers = ddp.param_and_grad_buffers
         self.counted_grads = {group.index: [] for group in ddp.bucket_groups}
         index_of = {slot.name: group.index for group in ddp.bucket_groups for slot in group.slots}
@@ -344,7 +346,7 @@ class Sharding:
         self._dtypes |= found.dtypes
         vars(self._optimizer).pop("__getstate__", None)
         self._ddp.sync.given_optimizers.discard(self._optimizer)
-        self.shards, self._buffers = [], []
+        self.shards, self._buffers, self.flat_params = [], [], {}
         self.counted_grads.clear()
         self.twin = twin_of(self._optimizer, [], defaultdict(dict))
 
@@ -604,14 +606,9 @@ class Sharding:
         """State that is in no shard: of frozen parameters, and under keys that are no parameters."""
         return self._optimizer.state
 
-    @property
-    def flat_params(self) -> Mapping[torch.nn.Parameter, str]:
-        """The parameters whose state is in shards."""
-        return self._ddp.param_names if self._buffers else {}
-
     def has_state(self, param: torch.nn.Parameter) -> bool:
         """Return whether a step or a load has made state for a parameter."""
-        name = self._ddp.param_names[param]
+        name = self.flat_params[param]
         return bool(self._state_of(name, self._main_of(name)))
 
     def _main_of(self, name: str) -> torch.nn.Parameter:
@@ -622,12 +619,12 @@ class Sharding:
 
     def _state_of(self, name: str, main: torch.nn.Parameter) -> Mapping[str, Any]:
         """Return the state of ``main``; empty if this rank has nothing of the parameter and others may have other steps."""
-        is_elsewhere = name not in self._shard_of and self._may_skip(name)
+        is_elsewhere = name not in self._shard_of and self.skips_some
         return {} if is_elsewhere else self.twin.state.get(main) or {}
 
     def read(self, param: torch.nn.Parameter) -> dict[str, Any]:
         """Return this rank's state of a parameter: views of flat tensors, and copies of numbers."""
-        name = self._ddp.param_names[param]
+        name = self.flat_params[param]
         main, shard = self._main_of(name), self._shard_of.get(name)
         state = self._state_of(name, main)
         flats = {key: value.detach() for key, value in state.items() if is_per_element(key, value, main)}
@@ -646,7 +643,7 @@ class Sharding:
         pieces = [piece for shard in self.shards for piece in shard.pieces({MAIN: shard.main.detach()})]
         held = {piece.param: piece.values for piece in pieces}
         numels: dict[torch.Tensor, int] = {}
-        for param, name in self._ddp.param_names.items():
+        for param, name in self.flat_params.items():
             numels[param] = held[name].numel() if name in held else 0
             local[param] = dict(changed[param] if param in changed else self.read(param))
             main = local[param].pop(MAIN_PARAM, None)

@@ -493,9 +493,13 @@ def pack(optimizer: torch.optim.Optimizer, members: Members, whole: WholeState) 
         groups.append({**own, "params": list(params)})
     state = defaultdict(dict, {key: value for key, value in whole.values.items() if value or not isinstance(key, torch.Tensor)})
     index_of = {param: index for index, param in enumerate(chain.from_iterable(members))}
-    for param in index_of if whole.main_values else ():  # one entry for all: torch's loading misses a parameter without one
-        main = whole.main_values.get(param)
-        state[param] = dict(state[param]) if main is None else {**state[param], MAIN_PARAM: main}
+    for param, main in whole.main_values.items():
+        # Torch takes every entry for the state of a step, before which main values are the weights.
+        if param in index_of and (param in state or not main.equal(param.to(main.dtype))):
+            state[param] = {**state[param], MAIN_PARAM: main}
+    if any(of.keys() == {MAIN_PARAM} for key, of in state.items() if isinstance(key, torch.Tensor)):
+        for param in index_of:  # the optimizer has no state of its own; torch's loading misses parameters without an entry
+            state[param]
     packed: dict[str, Any] = shell_of(optimizer, groups, state).state_dict()
     packed[OWN_KEY] = {
         _COMPUTED_IN: {index: dtype_name(whole.dtypes.get(param, param.dtype)) for param, index in index_of.items()}
@@ -521,27 +525,21 @@ def unpack(
     stand_ins = [[byte.to(param.device).expand(param.shape or (1,)) for param in of_group] for of_group in members]
     groups = [{**group, "params": of_group} for group, of_group in zip(optimizer.param_groups, stand_ins, strict=True)]
     shell = shell_of(optimizer, groups, defaultdict(dict))
-    # Torch takes any entry for the state of a parameter that has steps, and looks for their number.
-    saved = state_dict["state"]
-    stepped = {key: entry for key, entry in saved.items() if not isinstance(entry, Mapping) or entry.keys() != {MAIN_PARAM}}
-    shell.load_state_dict({**state_dict, "state": stepped})
+    saved = {key: dict(of) if isinstance(of, Mapping) else of for key, of in state_dict["state"].items()}
+    main_at = {key: of.pop(MAIN_PARAM) for key, of in saved.items() if isinstance(of, dict) and MAIN_PARAM in of}
+    shell.load_state_dict({**state_dict, "state": {key: of for key, of in saved.items() if of != {}}})
     param_at = dict(enumerate(chain.from_iterable(members)))
     param_of = dict(zip(chain.from_iterable(stand_ins), param_at.values(), strict=True))
     values = {param_of.get(key, key): value for key, value in shell.state.items()}
     own = state_dict.get(OWN_KEY) or {}
-    mains = {
-        param: values.pop(MAIN_PARAM)
-        for param, values in values.items()
-        if isinstance(param, torch.Tensor) and MAIN_PARAM in values
-    }
-    indices = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-    for index, param in zip(indices, param_at.values(), strict=True):
-        if index in saved and index not in stepped:
-            mains[param] = saved[index][MAIN_PARAM].to(param.device)
+    keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])  # indices, or names
+    mains = {param: main_at[key].to(param.device) for key, param in zip(keys, param_at.values(), strict=True) if key in main_at}
     _refuse(_shape_problems(values, mains, names))
     computed_in = {param_at[index]: dtype_named(name) for index, name in own.get(_COMPUTED_IN, {}).items() if index in param_at}
     dtypes = {param: main_dtype(param.dtype) for param in param_at.values()}
     for param, dtype in dtypes.items():
+        if own and dtype != param.dtype:
+            mains.setdefault(param, param.detach().to(dtype))
         if param in values:
             values[param] = {
                 key: value if key in KNOWN_NUMBERS else _follow(value, param, computed_in.get(param), dtype)

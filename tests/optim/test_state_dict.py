@@ -283,8 +283,10 @@ class TestBothWays:
 
         def program(_, __, optimizer):
             state_dict = copy.deepcopy(optimizer.state_dict())
-            for index in range(5):
-                state_dict["state"][index]["main_param"].mul_(1.0 + 2.0**-20)
+            trained = [param for group in optimizer.param_groups for param in group["params"]][:5]
+            for index, param in enumerate(trained):
+                values = state_dict["state"].setdefault(index, {})  # Adagrad has state before its first step
+                values["main_param"] = param.detach().float().mul_(1.0 + 2.0**-20)
             optimizer.load_state_dict(state_dict)
             return [bits([one["state"][index] for index in range(5)]) for one in (state_dict, optimizer.state_dict())]
 

@@ -151,6 +151,8 @@ def state_of(case: Case, module: torch.nn.Module, optimizer: Any) -> dict[str, t
     if isinstance(optimizer, mb.DistributedOptimizer):
         packed = optimizer.state_dict()["state"]
         found = {param: packed.get(index, {}) for index, param in enumerate(module.parameters())}
+        if case.dtype != torch.float32:  # without an entry it is the weight
+            found = {param: {"main_param": param.detach().float(), **values} for param, values in found.items()}
     elif isinstance(optimizer, OnFloat32):
         found = {}
         for param, main in zip(optimizer.params, optimizer.mains, strict=True):
