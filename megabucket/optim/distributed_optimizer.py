@@ -218,6 +218,7 @@ class DistributedOptimizer(SteppingForWrapper):
     @state.setter
     def state(self, values: Mapping[Any, Any]) -> None:
         if getattr(self, "sharding", None) is not None:  # torch's constructor sets an empty one before there are shards
+            values = dict(values)  # it may be the same object
             self.sharding.state.clear()
             self.sharding.state.update(values)
 
@@ -571,8 +572,8 @@ class DistributedOptimizer(SteppingForWrapper):
 
     def _versions_of_widened(self) -> list[int]:
         """Return version counters of the 16-bit gradients; changes to them after widening would be lost."""
-        shards = self.sharding.shards
-        return [shard.buffer_grads._version for shard in shards if shard.grad is not shard.buffer_grads]
+        widened = {id(shard.buffer): shard.buffer for shard in self.sharding.shards if shard.grad is not shard.buffer_grads}
+        return [buffer.grad_data._version for buffer in widened.values()]  # not of shards, which a change of state cuts again
 
     def _counted(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the gradients that count in the norm."""

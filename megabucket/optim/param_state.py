@@ -7,6 +7,8 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from megabucket.errors import refuse_copies
+
 MAIN_PARAM: Final = "main_param"
 """The key of the float32 values of a 16-bit parameter, beside those of the optimizer."""
 
@@ -42,6 +44,11 @@ class ParamState(MutableMapping[Any, Any]):
     the use of that dict.
     """
 
+    __reduce_ex__ = refuse_copies(
+        "a {} cannot be copied or pickled: it is a view of flat shards. state_dict() of the DistributedOptimizer, called on "
+        "every rank, returns the state whole."
+    )
+
     def __init__(self, flat: FlatState) -> None:
         self._flat = flat
         self.shown: dict[torch.nn.Parameter, dict[str, Any]] = {}
@@ -63,7 +70,7 @@ class ParamState(MutableMapping[Any, Any]):
         if key not in self:
             raise KeyError(key)
         if key in self._flat.flat_params:
-            self.shown[key] = {}
+            self.shown[key] = {name: value for name, value in self[key].items() if name == MAIN_PARAM}  # not the optimizer's
         else:
             del self._flat.loose[key]
 
@@ -71,6 +78,35 @@ class ParamState(MutableMapping[Any, Any]):
         if key not in self._flat.flat_params:
             return key in self._flat.loose
         return bool(self.shown[key].keys() - {MAIN_PARAM}) if key in self.shown else self._flat.has_state(key)
+
+    # A mapping with default values: Python's own methods would find an empty dict under every key.
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return the state of a parameter that has some."""
+        return self[key] if key in self else default
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """Return the state of a parameter, which becomes ``default`` if there is none."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """Remove the state of a parameter and return it.
+
+        Raises:
+            KeyError: there is none, and no default.
+        """
+        if key not in self and default:
+            return default[0]
+        value = self[key]
+        del self[key]
+        return value
+
+    def clear(self) -> None:
+        """Remove all state: the next step begins anew."""
+        for key in list(self):
+            del self[key]
 
     def __iter__(self) -> Iterator[Any]:
         yield from filter(self.__contains__, self._flat.flat_params)

@@ -45,7 +45,7 @@ from megabucket.optim.state_dict import (
     unpack,
     unshard,
 )
-from megabucket.optim.twin import Step, call_on_twin, check_step_is_of_class, step_twin, twin_of, unhooked_step
+from megabucket.optim.twin import Step, call_on_twin, check_can_step, step_twin, twin_of, unhooked_step
 
 _params: Final = itemgetter("params")
 _grad: Final = attrgetter("grad")
@@ -196,17 +196,20 @@ class Sharding:
         whole: WholeState,
         held: Mapping[str, torch.Tensor] | None = None,
         held_numels: Mapping[torch.Tensor, int] = MappingProxyType({}),
+        *,
+        group_of: Mapping[str, int] | None = None,
     ) -> _Cut:
         """Cut parameters and state for the buffers as they are now. Changes nothing.
 
         Args:
             held: see ``StateCutter.restore_main_values``.
             held_numels: see ``StateCutter``.
+            group_of: by parameter; ``None``: as the groups are now.
         """
         params = {name: param for param, name in self._ddp.param_names.items()}
         cutter = StateCutter(whole, params, held_numels)
         signature_of = {name: cutter.signature(name) for name in params}
-        group_of = self.members.by_name(self._ddp)
+        group_of = self.members.by_name(self._ddp) if group_of is None else group_of
         shards = self._make_shards(group_of, signature_of)
         for shard in shards:
             cutter.restore_main_values(shard, held)
@@ -252,7 +255,7 @@ class Sharding:
         return self._ddp.ranks.by_name[self._ddp.identities[name].group].policy.skips_unused
 
     def _take(self, cut: _Cut) -> None:
-        """Make a twin that steps on these shards. Parameters without a shard keep their state."""
+        """Move the state of the given optimizer into shards. Parameters without a shard keep theirs."""
         ddp, given = self._ddp, self._optimizer
         self.members.note_cut(set(ddp.module.parameters()))
         # Python copies and pickles an object by this method, also one that belongs to the object alone.
@@ -262,18 +265,23 @@ class Sharding:
             del given.state[key]
         self._main_values = {param: values for param, values in self._main_values.items() if param in staying}
         self._dtypes = {param: dtype for param, dtype in self._dtypes.items() if param in staying}
+        ddp.sync.given_optimizers.add(given)
+        self.flat_params, self._group_of = ddp.param_names, self.members.by_name(ddp)
+        self._place(cut)
+
+    def _place(self, cut: _Cut) -> None:
+        """Make a twin that steps on these shards."""
+        ddp, given = self._ddp, self._optimizer
         groups: list[dict[str, Any]] = [{**group, "params": []} for group in given.param_groups]
         for shard in cut.shards:
             groups[shard.segment.group]["params"].append(shard.main)
         for group in groups:
             if not group["params"]:
                 group["params"].append(_placeholder(ddp.param_and_grad_buffers[0].param_data.device))
-        ddp.sync.given_optimizers.add(given)
         state = defaultdict(dict, {main: values for main, values in cut.state.items() if values})
         self.twin = twin_of(given, groups, state)
         self.shards = cut.shards
         self._shard_of = {name: shard for shard in cut.shards for name in shard.segment.params}
-        self.flat_params, self._group_of = ddp.param_names, self.members.by_name(ddp)
         self._buffers = ddp.param_and_grad_buffers
         self.counted_grads = {group.index: [] for group in ddp.bucket_groups}
         index_of = {slot.name: group.index for group in ddp.bucket_groups for slot in group.slots}
@@ -376,7 +384,7 @@ class Sharding:
             mains = {key: of.pop(MAIN_PARAM) for key, of in state.items() if isinstance(of, dict) and MAIN_PARAM in of}
             cut = self._cut(WholeState(state, self._main_values | mains, self._dtypes))
             check_elementwise(self._optimizer)  # after the errors about its parameters
-            check_step_is_of_class(self._optimizer)
+            check_can_step(self._optimizer)
             own = [f"{name}={float(value) if type(value) is int else value}" for name, value in settings.items()]
             call.by_group = self._by_group(cut.entries, (type(self._optimizer).__name__, *own, *texts_of([numbers])))
             call.open()
@@ -579,7 +587,7 @@ class Sharding:
             PhaseError: the gradient of a parameter was cleared in this step, or replaced after it was sent.
         """
         if "step" in vars(self._optimizer):
-            check_step_is_of_class(self._optimizer)
+            check_can_step(self._optimizer)
         for group in self._ddp.sync.groups if self._is_sharded else ():
             if _WITHHELD.issuperset(map(type, map(_grad, group.params))):
                 continue
@@ -638,21 +646,36 @@ class Sharding:
         return found
 
     def write(self, changed: Mapping[torch.nn.Parameter, Mapping[str, Any]]) -> None:
-        """Replace this rank's state of parameters: values per element are of the whole parameter or of this rank's part."""
+        """Replace this rank's state of parameters: values per element are of the whole parameter or of this rank's part.
+
+        Raises:
+            OptimizerParametersError: a value is neither, nor one number. Nothing was changed.
+        """
+        old, names = self._shard_of, self.flat_params
         local: dict[torch.Tensor, dict[str, Any]] = {}
-        pieces = [piece for shard in self.shards for piece in shard.pieces({MAIN: shard.main.detach()})]
-        held = {piece.param: piece.values for piece in pieces}
-        numels: dict[torch.Tensor, int] = {}
-        for param, name in self.flat_params.items():
-            numels[param] = held[name].numel() if name in held else 0
-            local[param] = dict(changed[param] if param in changed else self.read(param))
+        held = {piece.param: piece.values for shard in self.shards for piece in shard.pieces({MAIN: shard.main.detach()})}
+        numels: dict[torch.Tensor, int] = {param: held[name].numel() if name in held else 0 for param, name in names.items()}
+        for param, name in names.items():
+            dtype = main_dtype(param.dtype)
+            local[param] = {
+                key: value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype == param.dtype else value
+                for key, value in (changed[param] if param in changed else self.read(param)).items()
+            }
             main = local[param].pop(MAIN_PARAM, None)
+            if main is not None and main.shape not in (param.shape, (numels[param],)):
+                shapes = f"{MAIN_PARAM} of {name}: shape {tuple(main.shape)} for {tuple(param.shape)}"
+                raise OptimizerParametersError(
+                    problem="main values do not fit", params=[shapes], remedy="Keep the shape that optimizer.state shows."
+                )
             if main is not None and name in held:
                 held[name] = main
-        stepped = {name for shard in self.shards if shard.has_stepped for name in shard.segment.params}
-        self._take(self._cut(WholeState(local, dtypes={param: main_dtype(param.dtype) for param in local}), held, numels))
+        whole = WholeState(local, dtypes={param: main_dtype(param.dtype) for param in local})
+        grads = {piece.param: piece.values for shard in self.shards for piece in shard.pieces({"grad": shard.grad})}
+        self._place(self._cut(whole, held, numels, group_of=self._group_of))
         for shard in self.shards:
-            shard.has_stepped = stepped.issuperset(shard.segment.params)
+            shard.has_stepped = old[shard.segment.params[0]].has_stepped
+            for piece in shard.pieces({"grad": shard.grad}):  # widened, and perhaps clipped since
+                piece.values.copy_(grads[piece.param])
 
 
 def _checksums(whole: WholeState, names: Mapping[torch.nn.Parameter, str]) -> dict[str, Entry]:

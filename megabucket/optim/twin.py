@@ -70,22 +70,34 @@ def unhooked_step(optimizer: torch.optim.Optimizer) -> Step:
     return step.__wrapped__ if is_wrapped else step  # type: ignore[no-any-return]
 
 
-def check_step_is_of_class(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose ``step`` was replaced on the object: a twin has that of the class.
+def check_can_step(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose twin would fail, or step in another way than the optimizer itself.
 
     Raises:
-        ConfigError: it was replaced, and not by a learning rate scheduler, which only notes the call.
+        ConfigError: its ``step`` was replaced on the object, and not by a learning rate scheduler, which only notes the call; or
+            it has an option with which torch's own step fails on such parameters.
     """
+    kind = type(optimizer).__name__
     patched: Any = vars(optimizer).get("step")
     if getattr(patched, "_wrapped_by_lr_sched", False):
         patched = patched.__wrapped__
     if patched is not None and patched is not type(optimizer).step:
-        kind = type(optimizer).__name__
         raise ConfigError(
             f"step() of this {kind} was replaced by {getattr(patched, '__qualname__', patched)!r}, which would not be "
             f"called: a DistributedOptimizer steps the class {kind} on flat tensors. Put the code into a subclass, or into a "
             "hook (register_step_pre_hook, register_step_post_hook)."
         )
+    for index, group in enumerate(optimizer.param_groups):
+        if group.get("differentiable"):
+            raise ConfigError(
+                f"group {index} of the {kind} has differentiable=True, with which torch cannot update the parameters of a "
+                "module: it refuses to change a leaf in place while it records gradients. Leave it out."
+            )
+        if group.get("capturable") and any(param.device.type == "cpu" for param in group["params"][:1]):
+            raise ConfigError(
+                f"group {index} of the {kind} has capturable=True, which torch has for accelerators only, and its parameters "
+                "are on the CPU. Leave it out, or set it to False after loading state of a run on a GPU."
+            )
 
 
 def _carry(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
