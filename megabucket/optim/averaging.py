@@ -13,6 +13,7 @@ import torch
 from megabucket.comm import AllReduce
 from megabucket.errors import ConfigError, refuse_copies
 from megabucket.optim.distributed_optimizer import DistributedOptimizer
+from megabucket.optim.shards import StatePiece
 
 _KEY: Final = "ema"
 
@@ -94,7 +95,8 @@ def param_norms(optimizer: DistributedOptimizer) -> Iterator[dict[str, ParamNorm
         MegabucketError: another rank is in another call, or a step is open when the block ends.
     """
     optimizer.sharding.refresh()
-    before = {shard: shard.main.detach().clone() for shard in optimizer.sharding.shards}
+    # By parameter, because the step cuts shards again if the caller has changed state in between.
+    before = {piece.param: piece.values.clone() for piece in _weights(optimizer)}
     found: dict[str, ParamNorms] = {}
     last = optimizer.last_step
     yield found
@@ -107,11 +109,11 @@ def param_norms(optimizer: DistributedOptimizer) -> Iterator[dict[str, ParamNorm
         optimizer.sharding.settle("param_norms()")
         squared_norms = torch.zeros(len(names), 3, dtype=torch.float64, device=device)
         row_of = {name: dict(zip(ParamNorms._fields, row, strict=True)) for name, row in zip(names, squared_norms, strict=True)}
-        for shard, values in before.items():
-            after = shard.main.detach()
-            update = torch.sub(after, values, out=values)
-            for piece in shard.pieces({"grad": shard.grad, "weight": after, "update": update}):
-                row_of[piece.param][piece.key] += torch.linalg.vector_norm(piece.values, dtype=torch.float64).square()
+        after = list(_weights(optimizer))
+        updates = [piece._replace(key="update", values=before[piece.param].neg_().add_(piece.values)) for piece in after]
+        grads = [piece for shard in optimizer.sharding.shards for piece in shard.pieces({"grad": shard.grad})]
+        for piece in chain(grads, after, updates):
+            row_of[piece.param][piece.key] += torch.linalg.vector_norm(piece.values, dtype=torch.float64).square()
         call.open()
         for group, reduction in ddp.ranks.by_name.items():
             rows = [index for index, name in enumerate(names) if ddp.identities[name].group == group]
@@ -120,6 +122,12 @@ def param_norms(optimizer: DistributedOptimizer) -> Iterator[dict[str, ParamNorm
                 handle = reduction.communicator.control.launch([AllReduce(of_group)], label="norms of each parameter")
                 squared_norms[rows] = handle.read(of_group).to(device).view(-1, 3)
     found |= {name: ParamNorms(*norms) for name, norms in zip(names, squared_norms.sqrt().tolist(), strict=True)}
+
+
+def _weights(optimizer: DistributedOptimizer) -> Iterator[StatePiece]:
+    """Return this rank's main values of each parameter."""
+    for shard in optimizer.sharding.shards:
+        yield from shard.pieces({"weight": shard.main.detach()})
 
 
 def param_groups(

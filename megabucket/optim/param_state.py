@@ -83,7 +83,7 @@ class ParamState(MutableMapping[Any, Any]):
 
     def get(self, key: Any, default: Any = None) -> Any:
         """Return the state of a parameter that has some."""
-        return self[key] if key in self else default
+        return self[key] if key in self else default  # noqa: SIM401 - this is ``get``
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
         """Return the state of a parameter, which becomes ``default`` if there is none."""
@@ -97,8 +97,10 @@ class ParamState(MutableMapping[Any, Any]):
         Raises:
             KeyError: there is none, and no default.
         """
-        if key not in self and default:
-            return default[0]
+        if key not in self:
+            if default:
+                return default[0]
+            raise KeyError(key)
         value = self[key]
         del self[key]
         return value

@@ -45,7 +45,7 @@ from megabucket.optim.state_dict import (
     unpack,
     unshard,
 )
-from megabucket.optim.twin import Step, call_on_twin, check_can_step, step_twin, twin_of, unhooked_step
+from megabucket.optim.twin import Step, call_hooks, call_on_twin, check_can_step, twin_of, unhooked_step
 
 _params: Final = itemgetter("params")
 _grad: Final = attrgetter("grad")
@@ -268,6 +268,8 @@ class Sharding:
         ddp.sync.given_optimizers.add(given)
         self.flat_params, self._group_of = ddp.param_names, self.members.by_name(ddp)
         self._place(cut)
+        # Weights loaded after this point reach the main parameters at the next step.
+        self._num_value_changes = ddp.num_value_changes
 
     def _place(self, cut: _Cut) -> None:
         """Make a twin that steps on these shards."""
@@ -290,8 +292,6 @@ class Sharding:
                 self.counted_grads[index_of[shard.segment.params[0]]].append(shard.buffer_grads)  # no segment crosses buckets
         with_main = [shard for shard in cut.shards if shard.has_own_values]
         self._rounded = [shard.model_values for shard in with_main], [shard.main for shard in with_main]
-        # Weights loaded after this point reach the main parameters at the next step.
-        self._num_value_changes = ddp.num_value_changes
 
     def step(self, *, skipped: Container[str]) -> None:
         """Step the twin on the gradients of the shards.
@@ -299,12 +299,16 @@ class Sharding:
         Args:
             skipped: parameters to leave as they are; each has a shard of its own.
         """
+        call_hooks(self._optimizer, is_before=True)
+        if self.state.shown:  # by a hook
+            self.state.fold()
         for shard in self.shards:
             is_used = shard.segment.params[0] not in skipped
             shard.main.grad, shard.has_stepped = shard.grad if is_used else None, is_used or shard.has_stepped
-        step_twin(self._optimizer, self.twin, self._step_of_class)
+        call_on_twin(self._step_of_class, self._optimizer, self.twin)
         for shard in self.shards:
             shard.main.grad = None
+        call_hooks(self._optimizer, is_before=False)
 
     def call_on_shards(self, method: Step) -> None:
         """Call a method of the given optimizer's class that writes to its parameters."""
@@ -321,6 +325,7 @@ class Sharding:
     def make_state(self) -> None:
         """Step the twin on gradients of zero, as torch does with a plain optimizer. Ranks need not agree on that."""
         self.check_is_current()
+        self.state.fold()
         for shard in self.shards:
             shard.main.grad = torch.zeros_like(shard.main)
         self.call_on_shards(self._step_of_class)

