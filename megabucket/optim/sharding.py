@@ -45,7 +45,7 @@ from megabucket.optim.state_dict import (
     unpack,
     unshard,
 )
-from megabucket.optim.twin import Step, call_hooks, call_on_twin, check_can_step, twin_of, unhooked_step
+from megabucket.optim.twin import Step, call_on_twin, check_can_step, twin_of, unhooked_step
 
 _params: Final = itemgetter("params")
 _grad: Final = attrgetter("grad")
@@ -294,21 +294,24 @@ class Sharding:
         self._rounded = [shard.model_values for shard in with_main], [shard.main for shard in with_main]
 
     def step(self, *, skipped: Container[str]) -> None:
-        """Step the twin on the gradients of the shards.
+        """Step the twin on the gradients of the shards, with the hooks of the given optimizer around it.
 
         Args:
             skipped: parameters to leave as they are; each has a shard of its own.
         """
-        call_hooks(self._optimizer, is_before=True)
+        given: Any = self._optimizer
+        for hook in list(given._optimizer_step_pre_hooks.values()):
+            hook(given, (given,), {})
         if self.state.shown:  # by a hook
             self.state.fold()
         for shard in self.shards:
             is_used = shard.segment.params[0] not in skipped
             shard.main.grad, shard.has_stepped = shard.grad if is_used else None, is_used or shard.has_stepped
-        call_on_twin(self._step_of_class, self._optimizer, self.twin)
+        call_on_twin(self._step_of_class, given, self.twin)
         for shard in self.shards:
             shard.main.grad = None
-        call_hooks(self._optimizer, is_before=False)
+        for hook in list(given._optimizer_step_post_hooks.values()):
+            hook(given, (given,), {})
 
     def call_on_shards(self, method: Step) -> None:
         """Call a method of the given optimizer's class that writes to its parameters."""

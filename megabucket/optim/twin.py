@@ -39,13 +39,6 @@ def twin_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], stat
     return twin
 
 
-def call_hooks(given: torch.optim.Optimizer, *, is_before: bool) -> None:
-    """Call the hooks of the given optimizer that torch would call before or after its step."""
-    own: Any = given
-    for hook in list((own._optimizer_step_pre_hooks if is_before else own._optimizer_step_post_hooks).values()):
-        hook(given, (given,), {})
-
-
 def call_on_twin(method: Step, given: torch.optim.Optimizer, twin: torch.optim.Optimizer) -> None:
     """Call a method of the class on the twin, with the hyperparameters and attributes of the given optimizer."""
     _carry(given, twin)

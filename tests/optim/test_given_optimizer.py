@@ -1,187 +1,223 @@
-"""The gradients of an optimizer's shards are there while it steps, and refuse to be used at any other time."""
+"""What the torch optimizer that was given to a ``DistributedOptimizer`` may still do, and how the rest is refused."""
 
 import copy
+import functools
+import pickle
 
 import pytest
 import torch
-from loop_ranks import Ranks, Weights
+from optim_ranks import in_ways, run_wrapped
 
-from megabucket import DistributedOptimizer
-from megabucket.buffer import WithheldGrad
-from megabucket.errors import PeerFailedError, PhaseError
-
-SHARDED = {"use_distributed_optimizer": True}
-MODES = pytest.mark.parametrize("switches", [{}, SHARDED], ids=["all_reduce", "reduce_scatter"])
-WITHHELD = (
-    "which is valid only inside DistributedOptimizer.step(), and it is only this rank's shard. Clip with "
-    "DistributedOptimizer(..., clip_grad=1.0) or its clip_grad_norm_(), which take the norm over all ranks. Call step() and "
-    "zero_grad() of the DistributedOptimizer, not those of the torch optimizer in it. After ddp.detach() make both anew: this "
-    "torch optimizer holds flat shards, not parameters of the module."
-)
-TOUCHED = (
-    "the gradient of a flat shard ('a') was cleared or replaced between two steps, to no effect: a DistributedOptimizer steps "
-    "on the reduced gradients in the buffers. Call its zero_grad(), not the torch optimizer's; change gradients of the model's "
-    "parameters before the sync."
+from megabucket import DistributedDataParallel, DistributedOptimizer
+from megabucket.errors import (
+    CheckpointUnavailableError,
+    ConfigError,
+    PeerFailedError,
+    PhaseError,
+    UnusedParameterError,
 )
 
-
-def mains(optimizer):
-    return [param for group in optimizer.param_groups for param in group["params"]]
+MODES = in_ways("all_reduce", "reduce_scatter")
 
 
-def refusal_of(act, *args, **kwargs):
-    with pytest.raises(PhaseError) as caught:
-        act(*args, **kwargs)
-    return str(caught.value)
+class Two(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Parameter(torch.ones(300)), torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, factor):
+        return factor * (self.a.sum() + self.b.sum())
 
 
-def clip(optimizer):
-    torch.nn.utils.clip_grad_norm_(mains(optimizer), 1.0)
+def sgd(params):
+    return torch.optim.SGD(params, lr=1.0, momentum=0.5)
+
+
+def on_ranks(size, program, make=sgd, **switches):
+    """Call ``program(rank, ddp, optimizer)`` on each rank."""
+    return run_wrapped(size, Two(), program, lambda ddp: DistributedOptimizer(make(ddp.parameters()), ddp), **switches)
+
+
+def values(ddp):
+    ddp.finish_param_sync()
+    return [param.unique().tolist() for param in ddp.module.parameters()]
+
+
+# Its step #
 
 
 @MODES
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("completion", ["immediate", "manual"])
-def test_clipping_them_between_backward_and_step_is_refused_and_the_step_is_right(switches, dtype, completion):
-    ranks = Ranks(2, Weights("a", dtype=dtype), completion=completion, **switches)
-
-    def program(rank, ddp):
-        optimizer = DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=1.0), ddp)
-        texts, norms = [], []
-        for _ in range(3):  # before the first step there is none, after it there would be one of an earlier step
-            ddp(a=4 * rank).backward()
-            texts.append(refusal_of(clip, optimizer))
-            norms.append(optimizer.step().grad_norm)
-            texts.append(refusal_of(clip, optimizer))
-            optimizer.zero_grad()
-        return texts, norms, ddp.module.a.unique().tolist()
-
-    text = f"linalg_vector_norm was called on the gradient of a flat shard ('a'), {WITHHELD}"
-    assert ranks.run(program) == [([text] * 6, [20.0] * 3, [-5.0])] * 2  # the mean is 2, its norm 2 * sqrt(100)
-
-
-@MODES
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
 @pytest.mark.parametrize("kernel", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
-def test_a_step_of_the_torch_optimizer_alone_changes_nothing(make, kernel, switches):
-    (ddp,) = Ranks(1, Weights("a"), **switches).ddps
-    inner = make(ddp.parameters(), lr=0.5, weight_decay=0.5, **kernel)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_its_step_is_refused_and_changes_nothing(kind, kernel, switches):
+    def program(_, ddp, optimizer):
+        ddp(1.0).backward()
+        before = values(ddp), optimizer.torch_optimizer.state
+        with pytest.raises(PhaseError, match=rf"step\(\) of the {kind.__name__} inside a DistributedOptimizer was called"):
+            optimizer.torch_optimizer.step()
+        assert (values(ddp), optimizer.torch_optimizer.state) == before
+        return optimizer.step().updated
+
+    assert on_ranks(2, program, lambda params: kind(params, lr=0.5, **kernel), **switches) == [True, True]
+
+
+def replaced(_):
+    """Stands for a step of the user's own."""
+
+
+@MODES
+def test_a_step_that_was_replaced_before_is_refused(switches):
+    def program(_, ddp, __):
+        inner = sgd(ddp.parameters())
+        inner.step = replaced
+        with pytest.raises(ConfigError, match=r"step\(\) of this SGD was replaced by 'replaced'"):
+            DistributedOptimizer(inner, ddp)
+
+    run_wrapped(2, Two(), program, lambda _: None, **switches)
+
+
+def test_a_step_that_is_replaced_on_one_rank_later_is_named_on_all_before_any_updates():
+    def program(rank, ddp, optimizer):
+        if rank == 1:
+            optimizer.torch_optimizer.step = functools.partial(replaced, None)
+        ddp(1.0).backward()
+        with pytest.raises(ConfigError if rank == 1 else PeerFailedError, match=r"step\(\) of this SGD was replaced"):
+            optimizer.step()
+        return values(ddp)
+
+    assert on_ranks(2, program, use_distributed_optimizer=True) == [[[1.0], [1.0]]] * 2
+
+
+@MODES
+@pytest.mark.parametrize("wraps_first", [False, True])
+def test_a_scheduler_of_it_sets_the_rates_and_sees_the_steps(wraps_first, switches):
+    """Warnings are errors here, so a scheduler that believes that no step was taken fails."""
+
+    def program(_, ddp, __):
+        inner = sgd(ddp.parameters())
+        optimizer = DistributedOptimizer(inner, ddp) if wraps_first else None
+        scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
+        optimizer = optimizer or DistributedOptimizer(inner, ddp)
+        for _ in range(2):
+            ddp(1.0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        return optimizer.param_groups[0]["lr"], values(ddp)
+
+    # 1 - 1 * 1, then less 0.5 * (1 + 0.5)
+    assert run_wrapped(2, Two(), program, lambda _: None, **switches) == [(0.25, [[-0.75], [-0.75]])] * 2
+
+
+@MODES
+def test_its_hooks_run_around_the_update_with_what_they_set(switches):
+    def program(_, ddp, optimizer):
+        inner, calls = optimizer.torch_optimizer, []
+
+        def before(held, *_):
+            calls.append(("before", held is inner, values(ddp)[1]))
+            held.param_groups[0]["lr"] = 3.0
+
+        inner.register_step_pre_hook(before)
+        inner.register_step_post_hook(lambda held, *_: calls.append(("after", held is inner)))
+        ddp(1.0).backward()
+        optimizer.step()
+        return calls, values(ddp)[1]
+
+    assert on_ranks(2, program, **switches) == [([("before", True, [1.0]), ("after", True)], [-2.0])] * 2
+
+
+# Its gradients #
+
+
+@MODES
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize(
+    "clear", [lambda inner, _, **how: inner.zero_grad(**how), lambda _, module, **how: module.zero_grad(**how)]
+)
+def test_clearing_gradients_before_the_step_is_an_error_or_what_torch_does(clear, set_to_none, switches):
+    def program(_, ddp, optimizer):
+        ddp(1.0).backward()
+        if switches and not set_to_none:
+            with pytest.raises(PhaseError, match="was called on the gradient of"):
+                clear(optimizer.torch_optimizer, ddp.module, set_to_none=False)
+            return optimizer.step().updated
+        clear(optimizer.torch_optimizer, ddp.module, set_to_none=set_to_none)
+        if not set_to_none:
+            optimizer.step()
+            return values(ddp) == [[1.0], [1.0]]  # a gradient of zeros
+        with pytest.raises((PhaseError, UnusedParameterError), match=r"was cleared between|their \.grad was set to None"):
+            optimizer.step()
+        return values(ddp) == [[1.0], [1.0]]
+
+    assert on_ranks(2, program, **switches) == [True, True]
+
+
+@MODES
+def test_clearing_them_after_the_step_is_as_with_torch_where_they_were_reduced(switches):
+    def program(_, ddp, optimizer):
+        for _ in range(2):
+            ddp(1.0).backward()
+            optimizer.step()
+            (optimizer if switches else optimizer.torch_optimizer).zero_grad()
+        return values(ddp)
+
+    assert on_ranks(2, program, **switches) == [[[-1.5], [-1.5]]] * 2
+
+
+@MODES
+def test_clipping_through_its_groups_is_torchs_or_refused(switches):
+    def program(_, ddp, optimizer):
+        ddp(2.0).backward()
+        params = optimizer.torch_optimizer.param_groups[0]["params"]
+        if switches:
+            with pytest.raises(PhaseError, match="was called on the gradient of"):
+                torch.nn.utils.clip_grad_norm_(params, 1.0)
+            return optimizer.step().updated
+        torch.nn.utils.clip_grad_value_(params, 0.5)
+        optimizer.step()
+        return values(ddp) == [[0.5], [0.5]]
+
+    assert on_ranks(2, program, **switches) == [True, True]
+
+
+# Its state #
+
+
+@MODES
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda inner: inner.state_dict(),
+        lambda inner: inner.load_state_dict({"state": {}, "param_groups": []}),
+        copy.copy,
+        copy.deepcopy,
+        pickle.dumps,
+    ],
+)
+def test_its_state_is_that_of_the_other_and_copies_without_it_are_refused(call, switches):
+    def program(_, __, optimizer):
+        with pytest.raises(CheckpointUnavailableError, match=r"of the SGD inside a DistributedOptimizer would find no state"):
+            call(optimizer.torch_optimizer)
+
+    on_ranks(1, program, **switches)
+
+
+@MODES
+def test_it_is_a_plain_optimizer_with_its_state_when_the_other_gives_it_back(switches):
+    module = Two()
+    inner = sgd(module.parameters())
+    ddp = DistributedDataParallel(module, DistributedDataParallel(Two()).ddp_config.model_copy(update=switches))
     optimizer = DistributedOptimizer(inner, ddp)
-    ddp(a=1).backward()
+    ddp(1.0).backward()
     optimizer.step()
     optimizer.zero_grad()
-    ddp(a=1).backward()
-    before = ddp.module.a.tolist(), copy.deepcopy(list(inner.state.values()))
 
-    text = refusal_of(inner.step)
+    optimizer.before_rebuild()
+    ddp.detach()
 
-    assert text == f"{make.__name__}.step() was called on the gradient of a flat shard ('a'), {WITHHELD}"
-    assert (ddp.module.a.tolist(), str(list(inner.state.values()))) == (before[0], str(before[1]))
-    assert optimizer.step().updated
-
-
-@MODES
-def test_zeroing_them_in_place_is_refused(switches):
-    (ddp,) = Ranks(1, Weights("a"), **switches).ddps
-    inner = torch.optim.SGD(ddp.parameters(), lr=1.0)
-    DistributedOptimizer(inner, ddp)
-
-    assert refusal_of(inner.zero_grad, set_to_none=False).endswith(f"the gradient of a flat shard ('a'), {WITHHELD}")
-
-
-def replace_grads(optimizer, gradient):
-    for main in mains(optimizer):
-        main.grad = None if gradient is None else gradient[: main.numel()]
-
-
-REPLACEMENTS = pytest.mark.parametrize("gradient", [None, torch.ones(100)], ids=["cleared", "replaced"])
-
-
-@MODES
-@REPLACEMENTS
-def test_what_was_put_in_their_place_is_refused_and_the_next_step_is_right(gradient, switches):
-    ranks = Ranks(2, Weights("a"), **switches)
-
-    def program(rank, ddp):
-        optimizer = DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=1.0), ddp)
-        ddp(a=1).backward()
-        replace_grads(optimizer, gradient)
-        text = refusal_of(optimizer.step)
-        optimizer.zero_grad()
-        ddp(a=4 * rank).backward()
-        return text, optimizer.step().updated, ddp.module.a.unique().tolist()
-
-    assert ranks.run(program) == [(TOUCHED, True, [-1.0])] * 2
-
-
-@REPLACEMENTS
-def test_on_one_rank_only_it_is_named_on_all(gradient):
-    ranks = Ranks(2, Weights("a"), **SHARDED)
-
-    def program(rank, ddp):
-        optimizer = DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=1.0), ddp)
-
-        def step(amount, *, is_touched=False):
-            with ddp.step():
-                ddp(a=amount).backward()
-                if is_touched:
-                    replace_grads(optimizer, gradient)
-                optimizer.step()
-
-        with pytest.raises(PeerFailedError) as caught:
-            step(1, is_touched=rank == 1)
-        step(4 * rank)
-        return str(caught.value), ddp.module.a.unique().tolist()
-
-    first, second = ranks.run(program)
-    assert first == second
-    assert first[0].startswith(f"step 0: rank 1 failed in optimizer.step(): PhaseError: {TOUCHED}")
-    assert first[1] == [-1.0]
-
-
-@MODES
-def test_hooks_of_the_torch_optimizer_see_them(switches):
-    ranks = Ranks(2, Weights("a"), **switches)
-
-    def program(rank, ddp):
-        inner = torch.optim.SGD(ddp.parameters(), lr=1.0)
-        optimizer = DistributedOptimizer(inner, ddp)
-        seen = []
-        inner.register_step_pre_hook(lambda *_: seen.extend(main.grad.unique().tolist() for main in mains(inner)))
-        ddp(a=4 * rank).backward()
-        optimizer.step()
-        return seen
-
-    assert ranks.run(program) == [[[2.0]]] * 2
-
-
-@MODES
-def test_they_are_withheld_again_when_the_torch_optimizer_has_failed(switches):
-    class Fails(torch.optim.SGD):
-        is_elementwise = True  # or a trial of it would fail, when the DistributedOptimizer is made
-
-        def step(self, closure=None):
-            raise ValueError("boom")
-
-    (ddp,) = Ranks(1, Weights("a"), **switches).ddps
-    optimizer = DistributedOptimizer(Fails(ddp.parameters(), lr=1.0), ddp)
-    ddp(a=1).backward()
-
-    with pytest.raises(ValueError, match="boom"):
-        optimizer.step()
-
-    assert all(isinstance(main.grad, WithheldGrad) for main in mains(optimizer))
-
-
-@MODES
-def test_after_a_rebuild_the_new_ones_are_withheld(switches):
-    (ddp,) = Ranks(1, Weights("ab"), **switches).ddps
-    optimizer = DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=1.0), ddp)
-    ddp.module.b.requires_grad_(False)
-
-    ddp.rebuild()
-
-    shards = [main for main in mains(optimizer) if main is not ddp.module.b]
-    assert shards
-    assert all(isinstance(main.grad, WithheldGrad) for main in shards)
-    assert ddp.module.b.grad is None
+    assert [inner.state[param]["momentum_buffer"].unique().tolist() for param in module.parameters()] == [[1.0], [1.0]]
+    module(1.0).backward()
+    inner.step()
+    assert [param.unique().tolist() for param in module.parameters()] == [[-1.5], [-1.5]]
+    assert copy.deepcopy(inner).state_dict()["state"].keys() == {0, 1}
