@@ -308,8 +308,6 @@ class Sharding:
             is_used = shard.segment.params[0] not in skipped
             shard.main.grad, shard.has_stepped = shard.grad if is_used else None, is_used or shard.has_stepped
         call_on_twin(self._step_of_class, given, self.twin)
-        for shard in self.shards:
-            shard.main.grad = None
         for hook in list(given._optimizer_step_post_hooks.values()):
             hook(given, (given,), {})
 
@@ -355,7 +353,8 @@ class Sharding:
         """
         if not self._buffers:
             return
-        self.state.fold()
+        with self._ddp.sync.call(self.holder.label):
+            self.state.fold()
         found = unshard(self.shards, self.twin.state, self.holder)
         self._optimizer.state.update(found.values)
         self._main_values |= found.main_values

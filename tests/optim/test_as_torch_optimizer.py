@@ -12,7 +12,7 @@ from optim_ranks import in_ways, run_wrapped
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megabucket import DistributedOptimizer, ShardedEMA, param_norms
-from megabucket.errors import ConfigError, OptimizerParametersError, PhaseError
+from megabucket.errors import ConfigError, OptimizerParametersError, PeerFailedError, PhaseError
 
 MODES = in_ways("all_reduce", "reduce_scatter")
 SIZES = pytest.mark.parametrize("size", [1, 2])
@@ -413,6 +413,25 @@ def test_a_value_of_another_shape_is_refused_by_name_and_changes_nothing(key, sw
         side.step()
 
     on_ranks(2, OPTIMIZERS["AdamW"], program, torch.bfloat16, **switches)
+
+
+@MODES
+def test_a_value_that_fits_nowhere_on_one_rank_ends_a_rebuild_on_all(switches):
+    def program(rank, ddp, optimizer):
+        side = Wrapped(ddp, optimizer)
+        side.step()
+        if rank == 1:
+            optimizer.state[side.params["wide"]]["exp_avg"] = torch.zeros(3)
+        with pytest.raises(PeerFailedError, match=r"rank 1 failed in rebuild.*exp_avg of wide: shape \(3,\) for \(5, 7\)"):
+            ddp.rebuild()
+        side.step(1)
+        return weights(side)
+
+    def make(ddp):
+        return DistributedOptimizer(OPTIMIZERS["AdamW"](ddp.parameters()), ddp)
+
+    first, second = run_wrapped(2, Odd(), program, make, **switches)
+    assert_equal(first, second)
 
 
 @MODES
