@@ -130,7 +130,7 @@ class PlainOptimizerGuard:
         if self._sync.policy.is_sharded:
             raise PlainOptimizerError(optimizer=type(optimizer).__name__, params=held.names, rank=self._rank)
         self._making_state.discard(optimizer)  # if its last step failed
-        if self._only_makes_state(optimizer, held):
+        if self._sync.state in _NOTHING_SENT and only_makes_state(optimizer.param_groups, held.params):
             self._making_state.add(optimizer)
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -178,17 +178,6 @@ class PlainOptimizerGuard:
                     "main parameters; or set grad_reduce_in_fp32=False."
                 )
 
-    def _only_makes_state(self, optimizer: torch.optim.Optimizer, held: _Held) -> bool:
-        """Return whether this step only makes state: on zeros, with learning rates of zero, while no gradients are sent.
-
-        ``torch.distributed.checkpoint.state_dict`` makes such a step before it reads or loads the state of an optimizer that
-        has none. Parameters and gradients in the buffers stay as they are, so the other ranks need not know about it.
-        """
-        groups = optimizer.param_groups
-        if self._sync.state not in _NOTHING_SENT or not has_zero_rates(groups):
-            return False
-        return not any(map(_has_grad_in_buffer, held.params)) and has_zero_grads(groups)
-
     def _check_is_reduced(self, *, has_grads: bool, is_stale: bool) -> None:
         """Refuse a step on gradients that were not reduced. If only zeros of this rank are missing, finish the reduction.
 
@@ -211,13 +200,21 @@ class PlainOptimizerGuard:
         sync.ranks.step.progress.enter(sync.step, "optimizer")
 
 
-def has_zero_rates(groups: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether every learning rate is zero. A tensor on a device is not read, and counts as another number."""
-    return all(number_of(group["lr"]) == 0 for group in groups if "lr" in group)
+def only_makes_state(groups: Sequence[Mapping[str, Any]], params: Iterable[torch.Tensor]) -> bool:
+    """Return whether a step only makes state: on plain tensors of zeros, with learning rates of zero.
 
+    ``torch.distributed.checkpoint.state_dict`` makes such a step before it reads or loads the state of an optimizer that has
+    none. Parameters and gradients in the buffers stay as they are, so the other ranks need not know about it. A learning rate
+    on a device is not read, and counts as another number.
 
-def has_zero_grads(groups: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether every trainable parameter has a gradient, and all of them are plain tensors of zeros."""
+    Args:
+        params: those in the buffers.
+    """
+    for group in groups:
+        if "lr" in group and number_of(group["lr"]) != 0:
+            return False
+    if any(map(_has_grad_in_buffer, params)):
+        return False
     grads = [param.grad for group in groups for param in group["params"] if param.requires_grad]
     return all(type(grad) is torch.Tensor and not grad.any() for grad in grads)
 

@@ -17,7 +17,7 @@ import torch
 from megabucket.buffer import CHECK_AND_UNSCALE
 from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.backward import refuse_in_backward
-from megabucket.ddp.optimizer_guard import SteppingForWrapper, check_learning_rates
+from megabucket.ddp.optimizer_guard import SteppingForWrapper, check_learning_rates, only_makes_state
 from megabucket.ddp.report import Hyperparameters, read_hyperparameters
 from megabucket.ddp.step import AGREED, REPORTED, UPDATING, StepState
 from megabucket.errors import ConfigError, PhaseError, UnreducedGradientsError, name_list, refuse_copies
@@ -283,7 +283,8 @@ class DistributedOptimizer(SteppingForWrapper):
         if closure is not None:
             with torch.enable_grad():
                 value = closure()
-        if self.ddp.sync.state in (StepState.IDLE, StepState.OPEN) and self.sharding.is_state_requested():
+        is_early = self.ddp.sync.state in (StepState.IDLE, StepState.OPEN)
+        if is_early and only_makes_state(self.param_groups, self.ddp.param_names):
             self.sharding.make_state()
             return None
         self._step()

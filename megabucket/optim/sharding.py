@@ -315,14 +315,6 @@ class Sharding:
         """Call a method of the given optimizer's class that writes to its parameters."""
         call_on_twin(method, self._optimizer, self.twin)
 
-    def is_state_requested(self) -> bool:
-        """Return whether torch's state-dict API calls ``step`` to make state: all rates and all gradients are zero."""
-        rates = [group["lr"] for group in self._optimizer.param_groups if "lr" in group]
-        if any(map(bool, rates)):
-            return False
-        grads = [(slot, slot.param.grad) for buffer in self._buffers for slot in buffer.slots.values()]
-        return all(type(grad) is torch.Tensor and grad is not slot.in_buffer and not grad.any() for slot, grad in grads)
-
     def make_state(self) -> None:
         """Step the twin on gradients of zero, as torch does with a plain optimizer. Ranks need not agree on that."""
         self.check_is_current()
@@ -361,7 +353,7 @@ class Sharding:
         self._dtypes |= found.dtypes
         vars(self._optimizer).pop("__getstate__", None)
         self._ddp.sync.given_optimizers.discard(self._optimizer)
-        self.shards, self._buffers, self.flat_params = [], [], {}
+        self.shards, self._buffers, self.flat_params, self._shard_of = [], [], {}, {}
         self.counted_grads.clear()
         self.twin = twin_of(self._optimizer, [], defaultdict(dict))
 

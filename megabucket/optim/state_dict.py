@@ -499,7 +499,7 @@ def pack(optimizer: torch.optim.Optimizer, members: Members, whole: WholeState) 
             state[param] = {**state[param], MAIN_PARAM: main}
     if any(of.keys() == {MAIN_PARAM} for key, of in state.items() if isinstance(key, torch.Tensor)):
         for param in index_of:  # the optimizer has no state of its own; torch's loading misses parameters without an entry
-            state[param]
+            state.setdefault(param, {})
     packed: dict[str, Any] = shell_of(optimizer, groups, state).state_dict()
     packed[OWN_KEY] = {
         _COMPUTED_IN: {index: dtype_name(whole.dtypes.get(param, param.dtype)) for param, index in index_of.items()}
