@@ -556,11 +556,11 @@ class _ParamAndGradBucketGroup:
                 slot.withhold(is_sent=is_sent)
 
     def show_withheld(self) -> None:
-        """Show withheld gradients that were not sent, for other hooks of the backward that begins."""
-        if self.policy.withheld_because and self.grad_phase is GradPhase.ACCUMULATING and not self._has_no_other_hooks():
+        """Show withheld gradients that were not sent, for other hooks and kernels of the backward that begins."""
+        if self.policy.withheld_because and self.grad_phase is GradPhase.ACCUMULATING:
+            has_other_hooks = not self._has_no_other_hooks()
             for slot in self.slots:
-                if slot.param.grad is slot.withheld:
-                    slot.show()
+                slot.show_withheld(has_other_hooks=has_other_hooks)
 
     def withdraw_grads(self) -> None:
         """Show no gradients, instead of ``publish``: no optimizer steps on them."""

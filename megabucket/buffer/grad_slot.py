@@ -251,8 +251,16 @@ class GradSlot:
         Args:
             is_sent: whether it was handed over. Otherwise only an existing gradient is withheld.
         """
-        if is_sent or self.param.grad is self.view:
+        if is_sent or self.param.grad is self.view or self.state is _KERNEL:
             self.param.grad = self.withheld
+
+    def show_withheld(self, *, has_other_hooks: bool) -> None:
+        """Stop withholding a gradient that was not sent: a further backward of its step begins."""
+        if self.param.grad is self.withheld:
+            if self.state is _KERNEL:
+                self.param.grad = None  # or autograd would add the dummy of a kernel
+            elif has_other_hooks:
+                self.show()
 
     def withdraw(self) -> None:
         """Stop withholding, and show no gradient."""

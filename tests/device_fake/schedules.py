@@ -312,7 +312,9 @@ class Program:
         if not schedule.is_plain:
             self.optimizer = mb.DistributedOptimizer(self.optimizer, self.ddp, clip_grad=schedule.clip_grad)
         self.average = mb.ShardedEMA(self.optimizer, decay=0.5) if schedule.averages else None
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0, enabled=schedule.scales_loss)
+        # Torch's scaler must meet a gradient. That of a delayed parameter is in no ``.grad`` before it is sent.
+        scales_loss = schedule.scales_loss and not all(layer.is_delayed for layer in schedule.layers)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0, enabled=scales_loss)
 
     def train(self):
         """Return how often the host has waited in each step."""

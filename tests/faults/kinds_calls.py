@@ -174,11 +174,11 @@ def _unsynced(cell: Cell) -> Fault:
 
 
 _REMOVED: Mapping[str, int] = {"shard-removed": 0, "group-emptied": 1}
-"""The group that loses a tensor. Of the second one the first rank owns a shard, the others have a placeholder."""
+"""The group that loses a parameter. Of the second one the first rank has the shard, the others have nothing."""
 
 
 def _settings(cell: Cell) -> Fault:
-    """Take a shard out of the optimizer's groups, all that is in one, or set a learning rate that is not finite."""
+    """Take a parameter out of the optimizer's groups, all that are in one, or set a learning rate that is not finite."""
     who, _, what = cell.place.partition("-")
 
     def arm(here: Here) -> None:
@@ -196,8 +196,6 @@ def _settings(cell: Cell) -> Fault:
 
     kinds = ("OptimizerParametersError", "PhaseError") if what in _REMOVED else ("ConfigError",)
     expect = named((*kinds, "PeerFailedError", "HyperparameterMismatchError"), same_text=False, is_agreed=False)
-    if what == "group-emptied" and cell.culprit > 0:
-        expect = RIGHT
     return Fault(expect, arm=arm, on_all=who == "all")
 
 
@@ -267,7 +265,7 @@ CALL_KINDS = (
     ),
     Kind(
         "shard-removed",
-        "A shard taken out of the optimizer's groups: named, and nobody updates.",
+        "A parameter taken out of the optimizer's groups: named, and nobody updates.",
         _settings,
         places=("one-shard-removed", "all-shard-removed", "one-group-emptied"),
         combos=(Combo(Mode.REDUCE_SCATTER, False, 2),),  # the first rank is at fault, and owns something
@@ -275,8 +273,8 @@ CALL_KINDS = (
         soaks=False,
     ),
     Kind(
-        "placeholder-removed",
-        "Right: on a rank without a shard of the group nobody steps on what is in it.",
+        "absent-removed",
+        "A parameter taken out of the groups on a rank that has nothing of it: named, and nobody updates.",
         _settings,
         places=("one-group-emptied",),
         combos=(Combo(Mode.REDUCE_SCATTER, True, 2),),

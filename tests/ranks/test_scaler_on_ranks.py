@@ -139,6 +139,8 @@ def test_scales_skips_and_losses_are_those_of_torch_ddp(pool, ranks):
 @pytest.mark.parametrize("ranks", [1, 2, FOUR_AT_NIGHT])
 def test_a_16_bit_model_trains_as_with_float32_copies_by_hand(pool, ranks):
     dtypes, modes, norms = (torch.float16, torch.bfloat16), (False, True), (None, 0.1)
-    cases = [Case(*pair, is_16_bit_model=True, is_alike=ranks > 2) for pair in itertools.product(dtypes, modes, norms)]
+    pairs = [(dtype, *pair) for dtype, *pair in itertools.product(dtypes, modes, norms) if pair[0] or dtype != torch.float16]
+    # Torch's scaler refuses float16 gradients that it sees, as under torch DDP: test_grad_scaler.py.
+    cases = [Case(*pair, is_16_bit_model=True, is_alike=ranks > 2) for pair in pairs]
 
     assert_like_torch(pool, cases, ranks)
