@@ -45,7 +45,7 @@ from megabucket.optim.state_dict import (
     unpack,
     unshard,
 )
-from megabucket.optim.twin import Step, call_on_twin, check_can_step, twin_of, unhooked_step
+from megabucket.optim.twin import Step, carry, check_can_step, twin_of, unhooked_step
 
 _params: Final = itemgetter("params")
 _grad: Final = attrgetter("grad")
@@ -274,7 +274,11 @@ class Sharding:
     def _place(self, cut: _Cut) -> None:
         """Make a twin that steps on these shards."""
         ddp, given = self._ddp, self._optimizer
-        groups: list[dict[str, Any]] = [{**group, "params": []} for group in given.param_groups]
+        # A fold before a rebuild finds groups as they were cut, which the caller may have removed since.
+        num_groups = max([len(given.param_groups), *(index + 1 for index in self._group_of.values())])
+        groups: list[dict[str, Any]] = [{"params": []} for _ in range(num_groups)]
+        for group, hyperparameters in zip(groups, given.param_groups, strict=False):
+            group.update({key: value for key, value in hyperparameters.items() if key != "params"})
         for shard in cut.shards:
             groups[shard.segment.group]["params"].append(shard.main)
         for group in groups:
@@ -307,13 +311,18 @@ class Sharding:
         for shard in self.shards:
             is_used = shard.segment.params[0] not in skipped
             shard.main.grad, shard.has_stepped = shard.grad if is_used else None, is_used or shard.has_stepped
-        call_on_twin(self._step_of_class, given, self.twin)
+        carry(given, self.twin)
+        self._step_of_class(self.twin)
+        carry(self.twin, given)
+        given._opt_called = True  # a scheduler of the given optimizer looks for it
         for hook in list(given._optimizer_step_post_hooks.values()):
             hook(given, (given,), {})
 
     def call_on_shards(self, method: Step) -> None:
         """Call a method of the given optimizer's class that writes to its parameters."""
-        call_on_twin(method, self._optimizer, self.twin)
+        carry(self._optimizer, self.twin)
+        method(self.twin)
+        carry(self.twin, self._optimizer)
 
     def make_state(self) -> None:
         """Step the twin on gradients of zero, as torch does with a plain optimizer. Ranks need not agree on that."""
@@ -655,11 +664,10 @@ class Sharding:
         held = {piece.param: piece.values for shard in self.shards for piece in shard.pieces({MAIN: shard.main.detach()})}
         numels: dict[torch.Tensor, int] = {param: held[name].numel() if name in held else 0 for param, name in names.items()}
         for param, name in names.items():
-            dtype = main_dtype(param.dtype)
-            local[param] = {
-                key: value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype == param.dtype else value
-                for key, value in (changed[param] if param in changed else self.read(param)).items()
-            }
+            local[param] = self.read(param)
+            if param in changed:
+                before = self.twin.state.get(self._main_of(name)) or {}
+                local[param] = {key: _as_before(value, before.get(key), param) for key, value in changed[param].items()}
             main = local[param].pop(MAIN_PARAM, None)
             if main is not None and main.shape not in (param.shape, (numels[param],)):
                 shapes = f"{MAIN_PARAM} of {name}: shape {tuple(main.shape)} for {tuple(param.shape)}"
@@ -675,6 +683,15 @@ class Sharding:
             shard.has_stepped = old[shard.segment.params[0]].has_stepped
             for piece in shard.pieces({"grad": shard.grad}):  # widened, and perhaps clipped since
                 piece.values.copy_(grads[piece.param])
+
+
+def _as_before(value: Any, before: Any, param: torch.nn.Parameter) -> Any:
+    """Convert floating values to the dtype of the entry that they replace, or of computation if they have the parameter's."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    if isinstance(before, torch.Tensor):
+        return value.to(before.dtype)
+    return value.to(main_dtype(param.dtype)) if value.dtype == param.dtype else value
 
 
 def _checksums(whole: WholeState, names: Mapping[torch.nn.Parameter, str]) -> dict[str, Entry]:

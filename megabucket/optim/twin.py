@@ -39,14 +39,6 @@ def twin_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], stat
     return twin
 
 
-def call_on_twin(method: Step, given: torch.optim.Optimizer, twin: torch.optim.Optimizer) -> None:
-    """Call a method of the class on the twin, with the hyperparameters and attributes of the given optimizer."""
-    _carry(given, twin)
-    method(twin)
-    _carry(twin, given)
-    given._opt_called = True  # type: ignore[attr-defined]  # a scheduler of the given optimizer looks for it
-
-
 def unhooked_step(optimizer: torch.optim.Optimizer) -> Step:
     """Return the ``step`` of the class, without the function of torch around it that calls hooks."""
     step: Any = type(optimizer).step
@@ -84,8 +76,8 @@ def check_can_step(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def _carry(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
-    """Copy attributes and hyperparameters."""
+def carry(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+    """Copy attributes and hyperparameters: to the twin before its step, and back after it."""
     own = vars(target)
     for name, value in vars(source).items():
         if name not in _OWN and not name.startswith("_optimizer_"):

@@ -722,3 +722,49 @@ def test_an_option_with_which_torch_itself_cannot_step_is_refused_by_name(option
         DistributedOptimizer(torch.optim.AdamW(ddp.parameters()), ddp)
 
     run_wrapped(2, Odd(), program, lambda _: None, **switches)
+
+
+# Behind the state #
+
+
+class BF16Moments(torch.optim.Optimizer):
+    """Chooses the dtype of its moments."""
+
+    is_elementwise = True
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            moment = self.state[param].setdefault("exp_avg", torch.zeros_like(param, dtype=torch.bfloat16))
+            param.sub_(0.05 * moment.add_(param.grad.to(moment.dtype)))
+
+
+@MODES
+def test_moments_in_a_dtype_that_the_optimizer_has_chosen_keep_it_when_other_state_is_changed(switches):
+    def program(side):
+        side.step()
+        del side.optimizer.state[side.params["long"]]
+        side.step()
+        return {values["exp_avg"].dtype for values in side.optimizer.state.values()}
+
+    assert on_ranks(2, BF16Moments, program, torch.bfloat16, **switches) == [{torch.bfloat16}] * 2
+
+
+@MODES
+def test_a_group_may_be_removed_together_with_state_before_a_rebuild(switches):
+    def program(side):
+        side.step()
+        side.optimizer.param_groups.pop()
+        for name in ("short", "scale"):
+            side.params[name].requires_grad_(False)
+        del side.optimizer.state[side.params["long"]]
+        side.rebuild()
+        side.step()
+        steps = {name: int(side.optimizer.state[side.params[name]]["step"]) for name in ("long", "wide")}
+        return side.held, steps
+
+    for held, found in on_ranks(2, two_groups, program, **switches):
+        assert only(held, found) == only(held, {"long": 1, "wide": 2})
