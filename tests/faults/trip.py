@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from megabucket import DistributedOptimizer
+
 from .cells import FaultError, Form, Here
 from .model import layer_of_bucket
 
@@ -40,7 +42,9 @@ def install(here: Here, place: str, action: Action) -> None:
         here.on_collective[_LABELS[kind]] = trip
     elif kind == "optimizer":
         last = here.optimizer.optimizers[-1] if here.cell.combo.form is Form.CHAINED else here.optimizer
-        _hold(here, last.register_step_pre_hook(lambda *_: trip()))
+        # Hooks of the given optimizer run inside the update, when all ranks have agreed on it.
+        given = last.torch_optimizer if isinstance(last, DistributedOptimizer) else last
+        _hold(here, given.register_step_pre_hook(lambda *_: trip()))
     elif kind == "forward":
         _hold(here, here.model.layers[_FORWARD_LAYER].register_forward_pre_hook(lambda *_: trip()))
     else:
