@@ -20,6 +20,7 @@ from megabucket import DistributedOptimizer
 
 from .cells import FaultError, Form, Here
 from .model import layer_of_bucket
+from .systems import Scaled
 
 Action = Callable[[Here], None]
 
@@ -43,7 +44,8 @@ def install(here: Here, place: str, action: Action) -> None:
     elif kind == "optimizer":
         last = here.optimizer.optimizers[-1] if here.cell.combo.form is Form.CHAINED else here.optimizer
         # Hooks of the given optimizer run inside the update, when all ranks have agreed on it.
-        given = last.torch_optimizer if isinstance(last, DistributedOptimizer) else last
+        is_ours = isinstance(last, DistributedOptimizer | Scaled)
+        given = last.torch_optimizer if is_ours else last
         _hold(here, given.register_step_pre_hook(lambda *_: trip()))
     elif kind == "forward":
         _hold(here, here.model.layers[_FORWARD_LAYER].register_forward_pre_hook(lambda *_: trip()))
