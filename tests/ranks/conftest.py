@@ -9,7 +9,9 @@ from pool import WorkerPool
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool()
+    # Forked ranks end without the interpreter's shutdown, in which a thread that torch keeps for a group of DDP or FSDP2 may
+    # abort the process. Programs that end by themselves are those of test_end_of_a_run.py.
+    pool = WorkerPool("forkserver")
     yield pool
     pool.close()
 
