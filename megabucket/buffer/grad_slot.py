@@ -342,8 +342,8 @@ class WithheldGrad(torch.Tensor):
             PhaseError: the gradient is used.
         """
         if func is CHECK_AND_UNSCALE:
-            references = [grad.unscale for grad in args[0] if isinstance(grad, WithheldGrad)]
-            unscale = None if references[0] is None else references[0]()
+            reference = next(grad.unscale for grad in args[0] if isinstance(grad, WithheldGrad))
+            unscale = None if reference is None else reference()
             if unscale is not None:
                 return unscale(*args[1:])
         if func is torch.ops.aten._to_copy.default and kwargs is not None:

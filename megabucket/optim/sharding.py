@@ -502,7 +502,8 @@ class Sharding:
     def load(self, state_dict: Mapping[str, Any]) -> None:
         """Load the state of whole parameters, main values and hyperparameters. A collective call.
 
-        Main values are loaded without comparing them to the weights. Without main values the current ones stay.
+        Main values are loaded without comparing them to the weights. Where a ``state_dict`` of this library has none they are
+        the weights; with one of plain torch the current ones stay.
 
         Raises:
             CheckpointMismatchError: the state does not fit. As with all other errors, nothing was changed.
