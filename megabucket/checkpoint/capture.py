@@ -31,7 +31,7 @@ from megabucket.errors import LayoutError, OptimizerParametersError
 from megabucket.layout.identity import ParamIdentity
 from megabucket.optim import DistributedOptimizer
 from megabucket.optim.sharding import Sharding
-from megabucket.optim.shards import MAIN, StatePiece, main_dtype
+from megabucket.optim.shards import MAIN, StatePiece, WholeShard, main_dtype
 from megabucket.optim.state_dict import (
     Description,
     StateEntry,
@@ -257,7 +257,7 @@ class RunState:
             own = [(of, entries) for of, entries, _ in self._described]
             described = merge_descriptions([*(summary["described"] for summary in by_rank), own])
             computed_in = {name: dtype for summary in by_rank for name, dtype in summary["computed_in"].items()}
-            optimizer = optimizer_values(type(inner_of(parts.optimizer)).__name__, groups, described, computed_in, keep)
+            optimizer = optimizer_values(kind_of(parts.optimizer), groups, described, computed_in, keep)
         values = {
             **values_of_state(optimizer),
             "stateful": {name: encode(of.state_dict(), f"{Prefix.RUN}{name}", keep) for name, of in parts.stateful.items()},
@@ -294,13 +294,31 @@ class RunState:
 
     def _hold_shards(self, sharding: Sharding) -> None:
         names, is_part = self._names, sharding.holder.is_sharded
-        for piece in sharding.state_pieces():
+        for piece in sharding.flat_pieces():
             self._hold_piece(piece, is_part=is_part)
+        for shard in sharding.whole_shards:
+            self._hold_uncut(shard, sharding.state_of(shard))
         for buffer in sharding.holder.buffers:  # also parameters of which this rank owns nothing
             dtype_here = dtype_name(main_dtype(buffer.param_data.dtype))
             self._computed_in |= {names.of(name).global_name: dtype_here for name in buffer.params}
         for params, entries in sharding.describe():
             self._described.append(([names.of(name).global_name for name in params], entries, is_part))
+
+    def _hold_uncut(self, shard: WholeShard, state: Mapping[str, Any]) -> None:
+        """Add the state of a parameter that is updated whole: by its owner, or shared by all ranks that update it."""
+        own, param = self._names.of(shard.name), shard.main.detach()
+        keep = partial(self._share, identity=own)
+        if shard.is_received:
+            keep = partial(self._keep_alone, identity=own)
+        entries = [_entry(own.global_name, key, value, param, keep) for key, value in state.items()]
+        self._described.append(([own.global_name], entries, shard.is_received))
+        if shard.has_own_values:
+            keep(f"{Prefix.MAIN}{own.global_name}", param)
+
+    def _keep_alone(self, name: str, tensor: torch.Tensor, identity: ParamIdentity) -> None:
+        """Add a tensor that this rank alone of its reduction group holds."""
+        if self._parts.ddp.ranks.writes(identity):
+            self._own.append(whole_piece(name, tensor, identity))
 
     def _hold_piece(self, piece: StatePiece, *, is_part: bool) -> None:
         like, values, own = piece.like, piece.values, self._names.of(piece.param)
@@ -376,9 +394,14 @@ def state_name(param: str, key: str) -> str:
     return f"{Prefix.STATE}{param}.{key}"
 
 
-def inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the torch optimizer in a ``DistributedOptimizer``, or the plain one itself."""
-    return optimizer.torch_optimizer if isinstance(optimizer, DistributedOptimizer) else optimizer
+def inner_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
+    """Return the torch optimizers in a ``DistributedOptimizer``, or the plain one itself."""
+    return optimizer.torch_optimizers if isinstance(optimizer, DistributedOptimizer) else (optimizer,)
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """Return the names of the classes of ``inner_of``."""
+    return " + ".join(type(one).__name__ for one in inner_of(optimizer))
 
 
 def members_by_name(optimizer: torch.optim.Optimizer | None, names: GlobalNames) -> list[list[str]]:

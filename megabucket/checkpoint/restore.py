@@ -21,6 +21,7 @@ from megabucket.checkpoint.capture import (
     TrainingParts,
     WholeModel,
     inner_of,
+    kind_of,
     members_by_name,
     model_summary,
     state_name,
@@ -34,7 +35,7 @@ from megabucket.errors import CheckpointMismatchError, name_list
 from megabucket.layout.identity import ParamIdentity
 from megabucket.layout.shards import shard_slices
 from megabucket.optim import DistributedOptimizer
-from megabucket.optim.shards import MAIN, MainShard, main_dtype
+from megabucket.optim.shards import MAIN, MainShard, WholeShard, main_dtype
 from megabucket.optim.state_dict import (
     NUMBERS_OF,
     Description,
@@ -260,9 +261,10 @@ def _optimizer_problems(
     there = StoredOptimizer.of(stored)
     if there is None:
         return ["the checkpoint has no optimizer state; load it with optimizer=None to take the weights only"]
-    kind = type(inner_of(optimizer)).__name__
+    kind = kind_of(optimizer)
     problems = [] if kind == there.kind else [f"the optimizer was {there.kind} and is {kind}"]
-    problems += there.problems(NUMBERS_OF.get(type(inner_of(optimizer)), frozenset()))
+    needed = [NUMBERS_OF.get(type(inner), frozenset()) for inner in inner_of(optimizer) for _ in inner.param_groups]
+    problems += there.problems(needed)
     for index, (of_group, own_group) in enumerate(zip(there.groups, optimizer.param_groups, strict=False)):
         for key, encoded in of_group["hyperparameters"].items():
             value, own_value = decode(encoded, _without_values(stored)), own_group.get(key)
@@ -271,6 +273,7 @@ def _optimizer_problems(
     members = [group["params"] for group in there.groups]
     problems += _group_problems(members, members_by_name(optimizer, names), members if model is None else model.groups)
     computes_in_main = isinstance(optimizer, DistributedOptimizer)
+    uncut = optimizer.sharding.uncut if isinstance(optimizer, DistributedOptimizer) else set(names.params)
     for param, own in names.identities.items():
         name, dtype = own.global_name, main_dtype(param.dtype) if computes_in_main else param.dtype
         for entry in there.state.get(name, ()):
@@ -278,10 +281,9 @@ def _optimizer_problems(
                 wanted = there.dtype_of(name, entry, dtype)
                 found = find_difference(stored.tensors, state_name(name, entry.key), own.global_shape, wanted, cast=cast)
                 problems += [found] if found else []
-            elif entry.kind in ("other", "plain") and computes_in_main:
+            elif entry.kind in ("other", "plain") and param not in uncut:
                 problems.append(
-                    f"{entry.key!r} of {name!r} is neither one value per element nor a number, which a DistributedOptimizer "
-                    "cannot hold"
+                    f"{entry.key!r} of {name!r} is neither one value per element nor a number, which flat shards cannot hold"
                 )
     return problems
 
@@ -393,11 +395,11 @@ class StoredOptimizer:
         computed_in = {name: dtype for dtype, names in values["computed_in"].items() for name in names}
         return cls(stored, values["class"], values["groups"], state, computed_in)
 
-    def problems(self, needed: Collection[str]) -> list[str]:
+    def problems(self, needed: Sequence[Collection[str]]) -> list[str]:
         """Return the stored state that no parameter would get, and the numbers that are missing.
 
         Args:
-            needed: keys of the numbers of every parameter that has state.
+            needed: by group, keys of the numbers of every parameter that has state.
 
         Raises:
             ValueError: an entry is not the number that it should be; or another of ``UNREADABLE``.
@@ -411,10 +413,11 @@ class StoredOptimizer:
                     decode(json.loads(entry.number[1]), _without_values(self.stored))
                 elif entry.kind in ("number", "tensor"):
                     number_in(entry, torch.device("cpu"))
-        lacking = {
-            key: [name for name, entries in self.state.items() if entries and all(entry.key != key for entry in entries)]
-            for key in needed
-        }
+        lacking: dict[str, list[str]] = {}
+        for group, keys in zip(self.groups, needed, strict=False):
+            for key in keys:
+                found = [(name, [entry.key for entry in self.state.get(name, ())]) for name in group["params"]]
+                lacking.setdefault(key, []).extend(name for name, own in found if own and key not in own)
         return [
             *(
                 f"{name!r} is in the checkpoint, and its optimizer does not know it"
@@ -474,7 +477,7 @@ class _OptimizerLoad:
             for param in [key for key in optimizer.state if isinstance(key, torch.Tensor)]:
                 del optimizer.state[param]
             optimizer.state.update(state)
-            set_groups(optimizer, self.groups)
+            set_groups(optimizer.param_groups, self.groups)
 
         self.pending.finish.append(finish)
 
@@ -492,6 +495,12 @@ class _OptimizerLoad:
         """Request one shard's main values and state; return the state."""
         pending, group = self.pending, self.groups[shard.segment.group]
         first = self.names.of(shard.segment.params[0]).global_name
+        if isinstance(shard, WholeShard):
+            for piece in shard.pieces(shard.own_values):
+                name = source_of(pending.stored.tensors, first, piece.values.dtype)
+                pending.want(name, piece.like, 0, piece.values, self.names.of(shard.name))
+            has_state = first in self.there.state
+            return self._whole(shard.buffer.params[shard.name], shard.dtype, group) if has_state else {}
         state: dict[str, Any] = {}
         flats: dict[str, torch.Tensor] = {}
         for entry in self.there.state.get(first, ()):

@@ -49,7 +49,7 @@ class ShardedEMA:
         """Add this rank's shard of the weights. The average begins with the weights after their first update."""
         sharding = self._optimizer.sharding
         for shard in sharding.shards:
-            state = sharding.twin.state[shard.main]
+            state = sharding.state_of(shard)
             if _KEY in state:
                 state[_KEY].lerp_(shard.main, 1 - self._decay)
             elif shard.has_stepped:
@@ -65,7 +65,7 @@ class ShardedEMA:
         """
         state = self._optimizer.state_dict()["state"]
         names = self._optimizer.ddp.param_names
-        params = chain.from_iterable(self._optimizer.sharding.members.by_group())
+        params = chain.from_iterable(self._optimizer.sharding.by_group())
         kept = {names[param]: state.get(index, {}) for index, param in enumerate(params) if param in names}
         return {name: values[_KEY] for name, values in kept.items() if _KEY in values}
 

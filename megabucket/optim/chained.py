@@ -127,8 +127,9 @@ class ChainedOptimizer(SteppingForWrapper):
     def _update(self) -> StepResult:
         """Take the norms, which are the same on all ranks, and update everything or nothing."""
         optimizers = self.optimizers
-        grads = [optimizer.load_grads() for optimizer in optimizers]
-        norms_of = [optimizer.norms_of(own) for optimizer, own in zip(optimizers, grads, strict=True)]
+        for optimizer in optimizers:
+            optimizer.begin_update()
+        norms_of = [optimizer.norms_of() for optimizer in optimizers]
         together = [index for index, optimizer in enumerate(optimizers) if not optimizer.clip_grad]
         common = math.nan
         if together:
@@ -143,8 +144,8 @@ class ChainedOptimizer(SteppingForWrapper):
             at_fault = [index for index in failed if not all(map(math.isfinite, map(float, norms_of[index])))]
             index = (at_fault or failed)[0]
             return self._skip(f"optimizer {index}: {optimizers[index].why_not(norms[index])}", norm=common)
-        for optimizer, own, norm in zip(optimizers, grads, norms, strict=True):
-            optimizer.update(own, norm, max_norm=optimizer.clip_grad or self.clip_grad)
+        for optimizer, norm in zip(optimizers, norms, strict=True):
+            optimizer.update(norm, max_norm=optimizer.clip_grad or self.clip_grad)
         zeros = [optimizer.last_step.num_zeros for optimizer in optimizers if optimizer.last_step is not None]
         num_zeros = None if None in zeros else sum(count for count in zeros if count is not None)
         return StepResult(updated=True, grad_norm=common, reason="", num_zeros=num_zeros)

@@ -1,4 +1,4 @@
-"""``DistributedOptimizer``: a torch optimizer over whole parameters that steps on this rank's flat float32 shards (ZeRO-1)."""
+"""``DistributedOptimizer``: a torch optimizer over whole parameters that updates this rank's part of them (ZeRO-1)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from operator import attrgetter
 from typing import Any, Final, Literal, Protocol, TypeVar, overload
 
 import torch
@@ -24,11 +23,9 @@ from megabucket.errors import ConfigError, PhaseError, UnreducedGradientsError, 
 from megabucket.optim.kernels import find_kernels
 from megabucket.optim.norm import GlobalNorm, check_norm_settings, clip_by_norm
 from megabucket.optim.sharding import Sharding
-from megabucket.optim.shards import MainShard
 from megabucket.optim.state_dict import pack
 
 _Loss = TypeVar("_Loss")
-_grad: Final = attrgetter("grad")
 _LOSS_SCALE: Final = "loss scale"
 _SWITCHES: Final = ("train", "eval")
 """Methods of schedule-free optimizers that write to the weights."""
@@ -73,9 +70,13 @@ class DistributedOptimizer(SteppingForWrapper):
     With ``use_distributed_optimizer=False`` each rank steps on all parameters. This adds float32 main parameters for 16-bit
     models, clipping and the step result to a plain optimizer.
 
+    An optimizer whose update of an element depends on others (Muon, Adafactor, Shampoo, ...) steps on whole parameters. With
+    shards each of them has an owner among the ranks, to which the pieces of its gradient travel, and from which its new
+    values come back. ``optimizer.update_kind`` (``"elementwise"`` or ``"tensor"``) says which; without it a trial finds out.
+
     Args:
-        torch_optimizer: over all trainable parameters of the wrapped module, each once. Its state, from steps or a
-            checkpoint of plain torch, moves here.
+        torch_optimizer: over all trainable parameters of the wrapped module, each once; or several that together are. Their
+            state, from steps or a checkpoint of plain torch, moves here.
         ddp: the wrapped module.
         clip_grad: clip gradients to this global norm; 0 switches clipping off.
         norm_type: p of the p-norm, at least 1; infinite for the largest magnitude, which is infinite if a gradient is nan.
@@ -104,7 +105,7 @@ class DistributedOptimizer(SteppingForWrapper):
     @torch.inference_mode(False)
     def __init__(
         self,
-        torch_optimizer: torch.optim.Optimizer,
+        torch_optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         ddp: DistributedDataParallel,
         *,
         clip_grad: float = 0.0,
@@ -114,16 +115,22 @@ class DistributedOptimizer(SteppingForWrapper):
         returns_num_zeros: bool = False,
         kernels: Literal["torch", "apex"] = "torch",
     ) -> None:
-        if isinstance(torch_optimizer, SteppingForWrapper):
-            raise ConfigError("a DistributedOptimizer cannot be inside another one: give the torch optimizer in it")
-        super().__init__([{"params": []}], torch_optimizer.defaults)
-        self.torch_optimizer = torch_optimizer
+        given = [torch_optimizer] if isinstance(torch_optimizer, torch.optim.Optimizer) else list(torch_optimizer)
+        if not given or any(isinstance(one, SteppingForWrapper) or not isinstance(one, torch.optim.Optimizer) for one in given):
+            raise ConfigError(
+                "a DistributedOptimizer needs a torch optimizer, or several, and not one that is a DistributedOptimizer "
+                f"already; got {name_list([type(one).__name__ for one in given])}"
+            )
+        super().__init__([{"params": []}], {key: value for one in given for key, value in one.defaults.items()})
+        self.torch_optimizers = tuple(given)
+        """The given optimizers, over whole parameters."""
         self.ddp = ddp
-        # Hooks of state are called with whole parameters, whichever of the two has them. Those of a step are called by each.
-        hooks = {name: own for name, own in vars(torch_optimizer).items() if name.startswith("_optimizer_")}
-        vars(self).update({name: own for name, own in hooks.items() if not name.startswith("_optimizer_step_")})
+        if len(given) == 1:
+            # Hooks of state are called with whole parameters, whichever of the two has them. Those of a step are called by each.
+            hooks = {name: own for name, own in vars(given[0]).items() if name.startswith("_optimizer_")}
+            vars(self).update({name: own for name, own in hooks.items() if not name.startswith("_optimizer_step_")})
         self._is_sharded = ddp.policy.is_sharded
-        self.sharding = Sharding(torch_optimizer, ddp, weakref.WeakMethod(self._answer_scaler))
+        self.sharding = Sharding(given, ddp, weakref.WeakMethod(self._answer_scaler))
         """The shards, for checkpoints."""
         self._settings: dict[str, Any] = {
             "clip_grad": clip_grad,
@@ -194,21 +201,36 @@ class DistributedOptimizer(SteppingForWrapper):
         """Add a group of parameters that are in no group yet, as the given optimizer does.
 
         They get shards at the next ``ddp.rebuild()``. Until then ``step`` is refused if one of them is trainable.
+
+        Raises:
+            ConfigError: there are several given optimizers: add the group to one of them.
         """
-        if getattr(self, "torch_optimizer", None) is not None:  # not yet in torch's constructor
+        if getattr(self, "torch_optimizers", None) is not None:  # not yet in torch's constructor
             self.torch_optimizer.add_param_group(param_group)
 
     # As a torch optimizer #
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the given optimizer, with the parameters of the module."""
-        return self.torch_optimizer.param_groups
+        """The groups of the given optimizers, with the parameters of the module."""
+        return self.sharding.param_groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        if getattr(self, "torch_optimizer", None) is not None:  # torch's constructor sets an empty list before there is one
+        if getattr(self, "torch_optimizers", None) is not None:  # torch's constructor sets an empty list before there is one
             self.torch_optimizer.param_groups = groups
+
+    @property
+    def torch_optimizer(self) -> torch.optim.Optimizer:
+        """The given optimizer.
+
+        Raises:
+            ConfigError: there are several.
+        """
+        if len(self.torch_optimizers) > 1:
+            kinds = name_list([type(one).__name__ for one in self.torch_optimizers])
+            raise ConfigError(f"this DistributedOptimizer has several torch optimizers ({kinds}): use torch_optimizers")
+        return self.torch_optimizers[0]
 
     @property
     def state(self) -> Any:
@@ -223,35 +245,40 @@ class DistributedOptimizer(SteppingForWrapper):
             self.sharding.state.update(values)
 
     def __getattr__(self, name: str) -> Any:
-        """Return attributes that only the given optimizer has, such as ``train`` and ``eval`` of schedule-free ones."""
-        if name in ("torch_optimizer", "sharding"):
+        """Return attributes that only a given optimizer has, such as ``train`` and ``eval`` of schedule-free ones."""
+        if name in ("torch_optimizers", "sharding"):
             raise AttributeError(name)
-        found = getattr(self.torch_optimizer, name)
-        return partial(self._switch_weights, name, getattr(type(self.torch_optimizer), name)) if name in _SWITCHES else found
+        having = next((one for one in self.torch_optimizers if hasattr(one, name)), self.torch_optimizers[0])
+        found = getattr(having, name)
+        return partial(self._switch_weights, name) if name in _SWITCHES else found
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _switch_weights(self, name: str, switch: Callable[[torch.optim.Optimizer], object]) -> None:
-        """Switch a schedule-free optimizer between weights for training and evaluation. A collective call.
+    def _switch_weights(self, name: str) -> None:
+        """Switch schedule-free optimizers between weights for training and evaluation. A collective call.
 
         Raises:
             PhaseError: a step is open, or the optimizer is not the current one.
             PeerFailedError: another rank has failed.
         """
-        if all(group.get("train_mode") is (name == "train") for group in self.param_groups):
+        of_mode = [one for one in self.torch_optimizers if hasattr(one, name)]
+        if all(group.get("train_mode") is (name == "train") for one in of_mode for group in one.param_groups):
             return  # frameworks call this before each forward
         with self.ddp.sync.call(f"{name}()") as call:
             self.sharding.settle(f"{name}()")
             call.open()
-            self.sharding.call_on_shards(switch)
+            self.sharding.switch(name)
             self.sharding.store_values()
+            if self.sharding.exchange is not None:
+                self.sharding.exchange.return_values()
             for group in self.ddp.sync.groups if self._is_sharded else ():
                 group.mark_params_stale()
             self.ddp.start_param_sync()
 
     def __repr__(self) -> str:
         kind, num_shards = "shards" if self._is_sharded else "whole buffers", len(self.sharding.shards)
-        return f"DistributedOptimizer on {kind} ({num_shards} flat tensors on this rank) of\n{self.torch_optimizer!r}"
+        inner = "\n".join(map(repr, self.torch_optimizers))
+        return f"DistributedOptimizer on {kind} ({num_shards} tensors on this rank) of\n{inner}"
 
     # A step #
 
@@ -307,14 +334,14 @@ class DistributedOptimizer(SteppingForWrapper):
                 self.skip(sync.skip_reason)
             else:
                 with sync.failing_on_all_ranks("optimizer.step()", UPDATING):
-                    grads = list(map(_grad if self._has_loaded else MainShard.load_grad, self.sharding.shards))
+                    self.begin_update()
                     norm = math.nan
                     if needs_norm:
-                        norm = self.global_norm.of(norms if measures_early else self.norms_of(grads))
+                        norm = self.global_norm.of(norms if measures_early else self.norms_of())
                     if needs_norm and not norm <= self.largest_norm:
                         self.skip(self.why_not(norm), norm=norm)
                     else:
-                        self.update(grads, norm, max_norm=self.clip_grad)
+                        self.update(norm, max_norm=self.clip_grad)
 
     @property
     def _has_changed_grads(self) -> bool:
@@ -355,8 +382,8 @@ class DistributedOptimizer(SteppingForWrapper):
             if not self._has_norm and self.clip_grad > 0:
                 self.sharding.check_norm(is_wanted=True)
             self.sharding.check_is_untouched()
-            check_learning_rates(self.torch_optimizer.param_groups)
-            hyperparameters = read_hyperparameters(self.torch_optimizer.param_groups)
+            check_learning_rates(self.param_groups)
+            hyperparameters = read_hyperparameters(self.param_groups)
             sync.counters.announce_update((*hyperparameters, ("clip_grad", float(self.clip_grad)), *self._changes, *also))
             if self._has_loaded:
                 self._check_nothing_is_lost()
@@ -410,36 +437,44 @@ class DistributedOptimizer(SteppingForWrapper):
 
     def skip(self, reason: str, *, norm: float = math.nan) -> None:
         """End the step without an update, as all ranks do."""
+        if self.sharding.exchange is not None:
+            self.sharding.exchange.drop()
         self.ddp.sync.end_update()
         self.last_step = StepResult(updated=False, grad_norm=norm, reason=reason)
 
-    def norms_of(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the norms of the gradients that count in the global norm.
+    def begin_update(self) -> None:
+        """Send the gradients of parameters that other ranks update whole, while this rank takes the norm."""
+        if self.sharding.exchange is not None:
+            self.sharding.exchange.launch_grads(are_widened=self._has_loaded)
 
-        Args:
-            grads: of all shards. Unless they were loaded to be changed, the buffers have the same values.
-        """
+    def norms_of(self) -> list[torch.Tensor]:
+        """Return the norms of the gradients of this rank that count in the global norm."""
+        # Unless they were loaded to be changed, the buffers have the same values.
         in_buffers = chain.from_iterable(self.sharding.counted_grads.values())
-        return list(map(self.global_norm.of_grad, self._counted(grads) if self._has_loaded else in_buffers))
+        return list(map(self.global_norm.of_grad, self._counted() if self._has_loaded else in_buffers))
 
-    def update(self, grads: list[torch.Tensor], norm: float, *, max_norm: float) -> None:
+    def update(self, norm: float, *, max_norm: float) -> None:
         """Clip, step on the shards and gather the parameters.
 
         Args:
-            grads: of all shards.
             max_norm: 0 clips nothing.
         """
-        sync, num_zeros = self.ddp.sync, None
-        skipped = sync.skipped if self.sharding.skips_some else ()
+        sync, sharding, num_zeros = self.ddp.sync, self.sharding, None
+        skipped = sync.skipped if sharding.skips_some else ()
         if self._settings["returns_num_zeros"]:
-            used = [shard for shard in self.sharding.shards if shard.counts and shard.segment.params[0] not in skipped]
+            used = [shard for shard in sharding.grad_shards if shard.counts and shard.segment.params[0] not in skipped]
             num_zeros = self.global_norm.num_zeros((shard.grad for shard in used), numel=sum(shard.numel for shard in used))
+        if sharding.exchange is not None:
+            sharding.exchange.finish_grads()
+        grads = [shard.grad if self._has_loaded or shard.is_received else shard.load_grad() for shard in sharding.shards]
         try:
             if max_norm > 0:
                 clip_by_norm(grads, norm=norm, max_norm=max_norm, scale=self._kernels.scale)
-            self.sharding.step(skipped=skipped)
+            sharding.step(skipped=skipped)
         finally:
-            self.sharding.store_values()
+            sharding.store_values()
+        if sharding.exchange is not None:
+            sharding.exchange.return_values()
         # Before a joint update the last fence has compared the hyperparameters; otherwise the next one does.
         sync.counters.note_update(() if sync.updates_jointly else sync.counters.hyperparameters)
         if self._is_sharded:
@@ -458,7 +493,7 @@ class DistributedOptimizer(SteppingForWrapper):
         return self._why_not_finite(f"the gradient norm is {norm}")
 
     def _why_not_finite(self, finding: str) -> str:
-        names = [name for shard in self.sharding.shards for name in shard.params_with_nonfinite_grad()]
+        names = [name for shard in self.sharding.grad_shards for name in shard.params_with_nonfinite_grad()]
         if names:
             culprit = f"not finite in this rank's shard of {name_list(names)}"
         elif self._is_sharded and self.ddp.communicator.size > 1:
@@ -541,7 +576,7 @@ class DistributedOptimizer(SteppingForWrapper):
         with self.ddp.sync.failing_on_all_ranks("clip_grad_norm_()", self._final_states):
             grads = self._take_grads(f"clip_grad_norm_({float(max_norm)}, norm_type={float(kind)})")
             over_ranks = self._norm_of_type(kind)
-            norm = over_ranks.of(map(over_ranks.of_grad, self._counted(grads)))
+            norm = over_ranks.of(map(over_ranks.of_grad, self._counted()))
             if math.isfinite(norm):
                 clip_by_norm(grads, norm=norm, max_norm=max_norm, scale=self._kernels.scale)
             self._changes = (*self._changes, ("clip_grad_norm_()", float(max_norm)), ("its norm_type", float(kind)))
@@ -561,24 +596,24 @@ class DistributedOptimizer(SteppingForWrapper):
             sync.finish()
         self._changed_step = sync.step
         if in_buffer:
-            return [shard.buffer_grads for shard in self.sharding.shards]
+            return [shard.buffer_grads for shard in self.sharding.grad_shards]
         if not self._has_loaded:
             self._versions = self._versions_of_widened()
         grads, self._has_loaded = self.load_grads(), True
         return grads
 
     def load_grads(self) -> list[torch.Tensor]:
-        """Return the reduced gradients of all shards, 16-bit ones widened; those that were changed are not loaded again."""
-        return list(map(_grad if self._has_loaded else MainShard.load_grad, self.sharding.shards))
+        """Return the reduced gradients of this rank, 16-bit ones widened; those that were changed are not loaded again."""
+        return [shard.grad if self._has_loaded else shard.load_grad() for shard in self.sharding.grad_shards]
 
     def _versions_of_widened(self) -> list[int]:
         """Return version counters of the 16-bit gradients; changes to them after widening would be lost."""
-        widened = {id(shard.buffer): shard.buffer for shard in self.sharding.shards if shard.grad is not shard.buffer_grads}
+        widened = {id(one.buffer): one.buffer for one in self.sharding.grad_shards if one.buffer_grads.dtype != one.dtype}
         return [buffer.grad_data._version for buffer in widened.values()]  # not of shards, which a change of state cuts again
 
-    def _counted(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the gradients that count in the norm."""
-        return [grad for grad, shard in zip(grads, self.sharding.shards, strict=True) if shard.counts]
+    def _counted(self) -> list[torch.Tensor]:
+        """Return the loaded gradients that count in the norm."""
+        return [shard.grad for shard in self.sharding.grad_shards if shard.counts]
 
     def _check_nothing_is_lost(self) -> None:
         if self._versions != self._versions_of_widened():
@@ -623,7 +658,7 @@ class DistributedOptimizer(SteppingForWrapper):
         """
         with self.ddp.sync.call("state_dict()"):
             self.sharding.settle("state_dict()")
-        return pack(self.torch_optimizer, self.sharding.members.by_group(), self.sharding.whole_state())
+        return pack(self.torch_optimizers, self.sharding.whole_state())
 
     @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -17,8 +17,11 @@ class FlatState(Protocol):
     """The state behind the mapping."""
 
     @property
-    def loose(self) -> MutableMapping[Any, Any]:
-        """State that is in no flat tensor: of frozen parameters, and under keys that are no parameters."""
+    def loose_keys(self) -> Iterator[Any]:
+        """The keys of state that is in no shard."""
+
+    def loose_of(self, key: Any) -> MutableMapping[Any, Any]:
+        """Return the mapping for state that is in no shard, under a key: of frozen parameters, and of no parameter."""
 
     @property
     def flat_params(self) -> Mapping[torch.nn.Parameter, str]:
@@ -57,14 +60,14 @@ class ParamState(MutableMapping[Any, Any]):
 
     def __getitem__(self, key: Any) -> Any:
         if key not in self._flat.flat_params:
-            return self._flat.loose[key]
+            return self._flat.loose_of(key)[key]
         if key not in self.shown:
             found = self._flat.read(key)
             self.shown[key], self._read[key] = found, dict(found)
         return self.shown[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        (self.shown if key in self._flat.flat_params else self._flat.loose)[key] = value
+        (self.shown if key in self._flat.flat_params else self._flat.loose_of(key))[key] = value
 
     def __delitem__(self, key: Any) -> None:
         if key not in self:
@@ -72,11 +75,11 @@ class ParamState(MutableMapping[Any, Any]):
         if key in self._flat.flat_params:
             self.shown[key] = {name: value for name, value in self[key].items() if name == MAIN_PARAM}  # not the optimizer's
         else:
-            del self._flat.loose[key]
+            del self._flat.loose_of(key)[key]
 
     def __contains__(self, key: Any) -> bool:
         if key not in self._flat.flat_params:
-            return key in self._flat.loose
+            return key in self._flat.loose_of(key)
         return bool(self.shown[key].keys() - {MAIN_PARAM}) if key in self.shown else self._flat.has_state(key)
 
     # A mapping with default values: Python's own methods would find an empty dict under every key.
@@ -112,7 +115,7 @@ class ParamState(MutableMapping[Any, Any]):
 
     def __iter__(self) -> Iterator[Any]:
         yield from filter(self.__contains__, self._flat.flat_params)
-        yield from self._flat.loose
+        yield from self._flat.loose_keys
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -1,8 +1,8 @@
-"""The flat shards behind an optimizer over whole parameters.
+"""The shards behind optimizers over whole parameters.
 
-``GroupMembers`` knows which parameters were in which group when they were cut. ``Sharding`` makes the shards and the twin that
-steps on them, and moves state: wrapping an optimizer moves its state into shards; a rebuild moves it back and cuts it again for
-the new buffers. In between the given optimizer is a plain one with all of its state: a failure loses nothing.
+``Sharding`` makes the shards and the twins that step on them, and moves state: wrapping an optimizer moves its state into
+shards; a rebuild moves it back and cuts it again for the new buffers. In between the given optimizers are plain ones with all
+of their state: a failure loses nothing.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections import defaultdict
 from collections.abc import Collection, Container, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -25,14 +24,23 @@ from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.groups import copies_key
 from megabucket.ddp.replicas import checksum
 from megabucket.ddp.report import Entry, read_hyperparameters, texts_of
-from megabucket.errors import CheckpointUnavailableError, OptimizerParametersError, PhaseError, name_list
+from megabucket.errors import (
+    CheckpointUnavailableError,
+    ConfigError,
+    OptimizerParametersError,
+    PhaseError,
+    name_list,
+)
+from megabucket.layout import ModelLayout
 from megabucket.layout.identity import by_place
-from megabucket.layout.segments import plan_segments
-from megabucket.optim.elementwise import check_elementwise
+from megabucket.layout.layout import Span
+from megabucket.layout.owners import plan_owners
+from megabucket.layout.segments import Segment, plan_segments
 from megabucket.optim.kernels import find_kernels
 from megabucket.optim.norm import check_norm_settings
+from megabucket.optim.owner_exchange import OwnerExchange
 from megabucket.optim.param_state import MAIN_PARAM, ParamState
-from megabucket.optim.shards import MAIN, MainShard, ReducedGrad, StatePiece, main_dtype
+from megabucket.optim.shards import MAIN, GradShard, MainShard, ReducedGrad, StatePiece, WholeShard, main_dtype
 from megabucket.optim.state_dict import (
     ShardHolder,
     ShardState,
@@ -45,102 +53,12 @@ from megabucket.optim.state_dict import (
     unpack,
     unshard,
 )
-from megabucket.optim.twin import Step, carry, check_can_step, twin_of, unhooked_step
+from megabucket.optim.twin import check_can_step
+from megabucket.optim.update_kind import UpdateKind, find_update_kind, refuse_coupled
+from megabucket.optim.updates import Update, group_of_params
 
-_params: Final = itemgetter("params")
 _grad: Final = attrgetter("grad")
 _WITHHELD: Final = frozenset({WithheldGrad})
-_NOT_IN_WRAPPER: Final = (
-    "the optimizer has parameters that the wrapper does not hold, so their gradients are never reduced",
-    "Build the optimizer over the wrapped parameters; before ddp.rebuild(), put new ones into the module or out of the group.",
-)
-_IN_NO_GROUP: Final = (
-    "trainable parameters of the wrapper are in no group of the optimizer and would never be updated",
-    (
-        "Add them with optimizer.add_param_group(), also those of another optimizer, or freeze them with requires_grad_(False) "
-        "before wrapping or ddp.rebuild()."
-    ),
-)
-
-
-class GroupMembers:
-    """The parameters of each group of one optimizer, in the caller's order."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._cut: list[list[torch.nn.Parameter]] = []  # as they were cut into shards
-        self._once_in_module: set[torch.nn.Parameter] = set()
-
-    def by_group(self) -> list[list[torch.nn.Parameter]]:
-        """Return the parameters by group."""
-        return list(map(list, map(_params, self._optimizer.param_groups)))
-
-    def are_as_cut(self) -> bool:
-        """Return whether the groups hold the parameters that were cut into shards, in the same order."""
-        groups = self._optimizer.param_groups
-        if len(groups) != len(self._cut):
-            return False
-        for group, known in zip(groups, self._cut, strict=True):
-            if len(group["params"]) != len(known) or not all(map(is_, group["params"], known)):
-                return False
-        return True
-
-    def waiting(self) -> list[torch.nn.Parameter]:
-        """Return added trainable parameters without a shard."""
-        known = set(chain.from_iterable(self._cut))
-        return [tensor for tensor in chain.from_iterable(self.by_group()) if tensor not in known and tensor.requires_grad]
-
-    def moved(self, names: Mapping[torch.nn.Parameter, str]) -> list[str]:
-        """Return the names of parameters that have left the group they were cut in."""
-        now = list(map(set, self.by_group()))
-        return [
-            names[param]
-            for index, of_group in enumerate(self._cut)
-            for param in of_group
-            if param in names and (index >= len(now) or param not in now[index])
-        ]
-
-    def note_cut(self, params: Collection[torch.nn.Parameter]) -> None:
-        """Note that the members were cut into shards. Drop those that have left the module: they keep old buffers alive.
-
-        Args:
-            params: all parameters of the module, frozen ones included.
-        """
-        for group in self._optimizer.param_groups:
-            group["params"][:] = [tensor for tensor in group["params"] if not self._has_left(tensor, params)]
-        self._cut = self.by_group()
-        self._once_in_module = {tensor for group in self._cut for tensor in group if tensor in params}
-
-    def _has_left(self, tensor: torch.nn.Parameter, params: Collection[torch.nn.Parameter]) -> bool:
-        return tensor in self._once_in_module and tensor not in params
-
-    def by_name(self, ddp: DistributedDataParallel) -> dict[str, int]:
-        """Return the group of each parameter in the buffers of the wrapper.
-
-        Raises:
-            OptimizerParametersError: groups and wrapper do not hold the same trainable parameters, each once.
-        """
-        names, params = ddp.param_names, set(ddp.module.parameters())
-        group_of: dict[str, int] = {}
-        foreign, twice = [], []
-        for index, group in enumerate(self.by_group()):
-            for position, tensor in enumerate(group):
-                name = names.get(tensor)
-                if name in group_of:
-                    twice.append(name)
-                elif name is not None:
-                    group_of[name] = index
-                elif tensor.requires_grad and not self._has_left(tensor, params):
-                    foreign.append(f"group {index}, parameter {position}, shape {tuple(tensor.shape)}")
-        left_out = [name for name in names.values() if name not in group_of]
-        for wrong, problem, remedy in (
-            (foreign, *_NOT_IN_WRAPPER),
-            (twice, "the optimizer has the same parameter twice", "Put each parameter into one group."),
-            (left_out, *_IN_NO_GROUP),
-        ):
-            if wrong:
-                raise OptimizerParametersError(problem=problem, params=wrong, remedy=remedy)
-        return group_of
 
 
 class _Cut(NamedTuple):
@@ -153,34 +71,38 @@ class _Cut(NamedTuple):
 
 
 class Sharding:
-    """The shards of one optimizer, the twin that steps on them, and the state of parameters without a shard.
+    """The shards of the given optimizers, the twins that step on them, and the state of parameters without a shard.
 
     Args:
-        optimizer: over whole parameters. Its own state is that of frozen parameters while there are shards.
+        optimizers: over whole parameters. Their own state is that of frozen parameters while there are shards.
         ddp: the wrapper of the parameters.
         unscale: handles a loss scaler's call on the gradients of the parameters.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, ddp: DistributedDataParallel, unscale: Unscale) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], ddp: DistributedDataParallel, unscale: Unscale) -> None:
         self._ddp = ddp
         self._unscale = unscale
         self._is_sharded = ddp.policy.is_sharded
-        self.members = GroupMembers(optimizer)
-        self.twin = twin_of(optimizer, [], defaultdict(dict))
-        """The optimizer that steps on the shards."""
+        self.updates = [Update(optimizer) for optimizer in optimizers]
         self.state = ParamState(self)
         # For parameters without a shard, beside the optimizer's own state: see WholeState.
         self._main_values: dict[torch.Tensor, torch.Tensor] = {}
-        self._dtypes: dict[torch.Tensor, torch.dtype] = {p: p.dtype for group in self.members.by_group() for p in group}
+        self._dtypes: dict[torch.Tensor, torch.dtype] = {p: p.dtype for group in self.by_group() for p in group}
         self._buffers: list[ParamAndGradBuffer] = []  # where the shards lie
         self._num_value_changes = 0  # of the wrapper, when main values last were those of its parameters
         itself = weakref.ref(self)
-        optimizer.register_state_dict_pre_hook(lambda held: _refuse_shards(itself, held, "state_dict()"))
-        optimizer.register_load_state_dict_pre_hook(lambda held, _: _refuse_shards(itself, held, "load_state_dict()"))
+        for optimizer in optimizers:
+            optimizer.register_state_dict_pre_hook(lambda held: _refuse_shards(itself, held, "state_dict()"))
+            optimizer.register_load_state_dict_pre_hook(lambda held, _: _refuse_shards(itself, held, "load_state_dict()"))
         self.shards: list[MainShard] = []
-        """Of this rank, in buffer order; none while the optimizer holds whole parameters."""
-        self._step_of_class = unhooked_step(optimizer)
+        """What this rank updates, in buffer order; nothing while the optimizers hold whole parameters."""
+        self.grad_shards: list[GradShard] = []
+        """The reduced gradients of this rank, for the updates of any rank."""
+        self._held: list[GradShard] = []  # those of parameters that are updated whole, by some rank
+        self.exchange: OwnerExchange | None = None
+        """The way to the owners of parameters that are updated whole, and back; ``None`` if each rank updates what it holds."""
+        self.owner_of: Mapping[str, int] = {}
+        """The rank in its reduction group that updates a parameter whole, for parameters that one rank updates."""
         self.skips_some = any(reduction.policy.skips_unused for reduction in ddp.ranks.by_name.values())
         """Whether a step may leave parameters as they are."""
         self.flat_params: Mapping[torch.nn.Parameter, str] = {}
@@ -190,6 +112,45 @@ class Sharding:
         self.counted_grads: dict[int, list[torch.Tensor]] = {}
         """The gradients in the buffers that count in the norm, by index of the bucket group."""
         self._rounded: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # 16-bit parameters, and their main values
+
+    # The given optimizers together #
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all given optimizers; of a single one, its own list."""
+        first, *others = self.updates
+        groups: list[dict[str, Any]] = first.given.param_groups
+        return groups if not others else list(chain(groups, *(update.given.param_groups for update in others)))
+
+    def by_group(self) -> list[list[torch.nn.Parameter]]:
+        """Return the parameters by group, of all given optimizers."""
+        return list(chain.from_iterable(update.members.by_group() for update in self.updates))
+
+    def update_of(self, name: str) -> Update:
+        """Return the update of a parameter in the buffers."""
+        return self._update_at(self._group_of[name])
+
+    def _update_at(self, group: int) -> Update:
+        return next(update for update in reversed(self.updates) if update.first_group <= group)
+
+    def _find_groups(self) -> dict[str, int]:
+        """Number the groups of all optimizers as they are now; return that of each parameter. Errors: ``group_of_params``."""
+        group_of, first_group = group_of_params(self.updates, self._ddp), 0
+        for update in self.updates:
+            update.first_group, first_group = first_group, first_group + len(update.given.param_groups)
+        return group_of
+
+    @property
+    def stepped_state(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """The state of the shards that have some, by main parameter."""
+        return {main: of for update in self.updates for main, of in update.twin.state.items() if isinstance(main, torch.Tensor)}
+
+    def state_of(self, shard: MainShard) -> dict[str, Any]:
+        """Return the state of a shard, to be changed by the caller."""
+        state: dict[str, Any] = self.update_of(shard.segment.params[0]).twin.state[shard.main]
+        return state
+
+    # Making shards #
 
     def _cut(
         self,
@@ -204,17 +165,21 @@ class Sharding:
         Args:
             held: see ``StateCutter.restore_main_values``.
             held_numels: see ``StateCutter``.
-            group_of: by parameter; ``None``: as the groups are now.
+            group_of: of the parameters to cut; ``None``: of all, as the groups are now.
         """
-        params = {name: param for param, name in self._ddp.param_names.items()}
-        cutter = StateCutter(whole, params, held_numels)
+        group_of = self._find_groups() if group_of is None else group_of
+        params = {name: param for param, name in self._ddp.param_names.items() if name in group_of}
+        cutter = StateCutter(whole, params, held_numels, uncut=self._whole_names(group_of))
         signature_of = {name: cutter.signature(name) for name in params}
-        group_of = self.members.by_name(self._ddp) if group_of is None else group_of
         shards = self._make_shards(group_of, signature_of)
         for shard in shards:
             cutter.restore_main_values(shard, held)
         state = {shard.main: cutter.state_of(shard) for shard in shards}
         return _Cut(shards, state, {name: (name, f"in group {group_of[name]}", *signature_of[name]) for name in params})
+
+    def _whole_names(self, group_of: Mapping[str, int]) -> set[str]:
+        """Return the parameters that are updated whole."""
+        return {name for name, group in group_of.items() if self._update_at(group).is_whole}
 
     def _by_group(
         self, entries: Mapping[str, Entry], texts: Iterable[str], sums: Mapping[str, Entry] | None = None
@@ -234,103 +199,135 @@ class Sharding:
         return {name: [*of_group, *((text,) for text in texts)] for name, of_group in found.items()}
 
     def _make_shards(self, group_of: Mapping[str, int], signature_of: Mapping[str, Hashable]) -> list[MainShard]:
-        ranks, is_sharded, identities = self._ddp.ranks, self._is_sharded, self._ddp.identities
-        counts = {name: ranks.counts(identities[name], is_sharded=is_sharded) for name in self._ddp.param_names.values()}
+        """Return what this rank updates, in buffer order."""
+        found: list[MainShard] = []
+        whole = self._whole_names(group_of)
+        owner_of = self._plan_owners(whole)
+        flat = {name: group for name, group in group_of.items() if name not in whole}
+        for buffer, rank in self._buffers_and_ranks():
+            made: list[MainShard] = [
+                MainShard(segment, buffer, counts=counts) for segment, counts in self._segments(buffer, flat, signature_of)
+            ]
+            for name, place in buffer.layout.params.items():
+                is_owned = owner_of.get(name) == rank
+                if name in whole and place.numel and (is_owned or name not in owner_of):
+                    segment = Segment(group_of[name], Span(place.start, place.stop), (name,))
+                    made.append(WholeShard(segment, buffer, counts=self._counts(name), is_received=is_owned))
+            found += sorted(made, key=lambda shard: shard.segment.span)
+        return found
+
+    def _plan_owners(self, whole: Collection[str]) -> Mapping[str, int]:
+        """Return the owner of each parameter that is updated whole; of none where each rank has all of a gradient."""
+        if not self._is_sharded:
+            return {}
+        layouts = [buffer.layout for buffer in self._ddp.param_and_grad_buffers if buffer.layout.num_shards > 1]
+        return plan_owners(ModelLayout(tuple(layouts)), whole).owner_of
+
+    def _buffers_and_ranks(self) -> Iterator[tuple[ParamAndGradBuffer, int]]:
+        """Yield the buffers, with the rank of this process in their reduction groups."""
+        by_name = self._ddp.ranks.by_name
+        for buffer in self._ddp.param_and_grad_buffers:
+            yield buffer, by_name[buffer.layout.key.group].communicator.rank
+
+    def _segments(
+        self, buffer: ParamAndGradBuffer, group_of: Mapping[str, int], signature_of: Mapping[str, Hashable]
+    ) -> Iterator[tuple[Segment, bool]]:
+        """Yield the segments of some parameters in this rank's shards, and whether they count in the norm."""
         # An optimizer leaves a tensor without a gradient alone, so a parameter that may be skipped has one of its own.
-        signatures = {name: (counts[name], signature_of.get(name), name if self._may_skip(name) else "") for name in counts}
-        return [
-            MainShard(segment, buffer, counts=counts[segment.params[0]])
-            for buffer in self._ddp.param_and_grad_buffers
-            for segment in plan_segments(
-                buffer.layout,
-                group_of,
-                rank=ranks.by_name[buffer.layout.key.group].communicator.rank,
-                is_sharded=is_sharded,
-                signature_of=signatures,
-            )
-        ]
+        signatures = {
+            name: (self._counts(name), signature_of.get(name), name if self._may_skip(name) else "") for name in buffer.params
+        }
+        rank = self._ddp.ranks.by_name[buffer.layout.key.group].communicator.rank
+        for segment in plan_segments(buffer.layout, group_of, rank=rank, is_sharded=self._is_sharded, signature_of=signatures):
+            yield segment, self._counts(segment.params[0])
+
+    def _counts(self, name: str) -> bool:
+        return self._ddp.ranks.counts(self._ddp.identities[name], is_sharded=self._is_sharded)
 
     def _may_skip(self, name: str) -> bool:
         """Return whether steps leave the parameter alone if no rank has used it."""
         return self._ddp.ranks.by_name[self._ddp.identities[name].group].policy.skips_unused
 
     def _take(self, cut: _Cut) -> None:
-        """Move the state of the given optimizer into shards. Parameters without a shard keep theirs."""
-        ddp, given = self._ddp, self._optimizer
-        self.members.note_cut(set(ddp.module.parameters()))
-        # Python copies and pickles an object by this method, also one that belongs to the object alone.
-        given.__getstate__ = partial(_refuse_copies, weakref.ref(self), weakref.ref(given))  # type: ignore[method-assign]
+        """Move the state of the given optimizers into shards. Parameters without a shard keep theirs."""
+        ddp = self._ddp
+        for update in self.updates:
+            given = update.given
+            update.members.note_cut(set(ddp.module.parameters()))
+            # Python copies and pickles an object by this method, also one that belongs to the object alone.
+            given.__getstate__ = partial(_refuse_copies, weakref.ref(self), weakref.ref(given))
+            ddp.sync.given_optimizers.add(given)
         staying = self._others()
-        for key in [key for key in given.state if isinstance(key, torch.Tensor) and key not in staying]:
-            del given.state[key]
+        for state in [update.given.state for update in self.updates]:
+            for key in [key for key in state if isinstance(key, torch.Tensor) and key not in staying]:
+                del state[key]
         self._main_values = {param: values for param, values in self._main_values.items() if param in staying}
         self._dtypes = {param: dtype for param, dtype in self._dtypes.items() if param in staying}
-        ddp.sync.given_optimizers.add(given)
-        self.flat_params, self._group_of = ddp.param_names, self.members.by_name(ddp)
+        self.flat_params, self._group_of = ddp.param_names, self._find_groups()
+        self._take_grads_of(cut.shards)
         self._place(cut)
         # Weights loaded after this point reach the main parameters at the next step.
         self._num_value_changes = ddp.num_value_changes
 
     def _place(self, cut: _Cut) -> None:
-        """Make a twin that steps on these shards."""
-        ddp, given = self._ddp, self._optimizer
-        # A fold before a rebuild finds groups as they were cut, which the caller may have removed since.
-        num_groups = max([len(given.param_groups), *(index + 1 for index in self._group_of.values())])
-        groups: list[dict[str, Any]] = [{"params": []} for _ in range(num_groups)]
-        for group, hyperparameters in zip(groups, given.param_groups, strict=False):
-            group.update({key: value for key, value in hyperparameters.items() if key != "params"})
-        for shard in cut.shards:
-            groups[shard.segment.group]["params"].append(shard.main)
-        for group in groups:
-            if not group["params"]:
-                group["params"].append(_placeholder(ddp.param_and_grad_buffers[0].param_data.device))
-        state = defaultdict(dict, {main: values for main, values in cut.state.items() if values})
-        self.twin = twin_of(given, groups, state)
-        self.shards = cut.shards
+        """Make twins that step on these shards."""
+        ddp, device = self._ddp, self._ddp.param_and_grad_buffers[0].param_data.device
+        self.shards, self._buffers = cut.shards, ddp.param_and_grad_buffers
+        for update in self.updates:
+            groups = [group for group in self._group_of.values() if self._update_at(group) is update]
+            own = [shard for shard in cut.shards if self._update_at(shard.segment.group) is update]
+            update.place(own, cut.state, num_groups=max(groups, default=-1) + 1 - update.first_group, device=device)
         self._shard_of = {name: shard for shard in cut.shards for name in shard.segment.params}
-        self._buffers = ddp.param_and_grad_buffers
+        self.grad_shards = [*(shard for shard in cut.shards if not shard.is_received), *self._held]
         self.counted_grads = {group.index: [] for group in ddp.bucket_groups}
         index_of = {slot.name: group.index for group in ddp.bucket_groups for slot in group.slots}
-        for shard in cut.shards:
+        for shard in self.grad_shards:
             if shard.counts:
                 self.counted_grads[index_of[shard.segment.params[0]]].append(shard.buffer_grads)  # no segment crosses buckets
         with_main = [shard for shard in cut.shards if shard.has_own_values]
         self._rounded = [shard.model_values for shard in with_main], [shard.main for shard in with_main]
 
+    def _take_grads_of(self, shards: Sequence[MainShard]) -> None:
+        """Find the gradients of whole parameters in this rank's shards, and plan their way to the owners."""
+        self.owner_of = self._plan_owners(self._whole_names(self._group_of))
+        owned = [shard for shard in shards if isinstance(shard, WholeShard) and shard.is_received]
+        self._held = [
+            GradShard(segment, buffer, counts=counts)
+            for buffer, _ in self._buffers_and_ranks()
+            for segment, counts in self._segments(buffer, {name: self._group_of[name] for name in self.owner_of}, {})
+        ]
+        self.exchange = OwnerExchange(self._ddp, self.owner_of, self._held, owned) if self.owner_of else None
+
     def step(self, *, skipped: Container[str]) -> None:
-        """Step the twin on the gradients of the shards, with the hooks of the given optimizer around it.
+        """Step the twins on the gradients of the shards, with the hooks of the given optimizers around it.
 
         Args:
             skipped: parameters to leave as they are; each has a shard of its own.
-        """
-        given: Any = self._optimizer
-        for hook in list(given._optimizer_step_pre_hooks.values()):
-            hook(given, (given,), {})
-        if self.state.shown:  # by a hook
-            self.state.fold()
-        for shard in self.shards:
-            is_used = shard.segment.params[0] not in skipped
-            shard.main.grad, shard.has_stepped = shard.grad if is_used else None, is_used or shard.has_stepped
-        carry(given, self.twin)
-        self._step_of_class(self.twin)
-        carry(self.twin, given)
-        given._opt_called = True  # a scheduler of the given optimizer looks for it
-        for hook in list(given._optimizer_step_post_hooks.values()):
-            hook(given, (given,), {})
 
-    def call_on_shards(self, method: Step) -> None:
-        """Call a method of the given optimizer's class that writes to its parameters."""
-        carry(self._optimizer, self.twin)
-        method(self.twin)
-        carry(self.twin, self._optimizer)
+        Raises:
+            UpdateFailedError: the code of an optimizer has failed, on a whole parameter.
+        """
+        for update in self.updates:
+            update.step(skipped=skipped, before=self._fold)
+
+    def _fold(self) -> None:
+        if self.state.shown:
+            self.state.fold()
+
+    def switch(self, method: str) -> None:
+        """Call a method that writes to the parameters on the twins of those optimizers that have it."""
+        for update in self.updates:
+            if (of_class := getattr(type(update.given), method, None)) is not None:
+                update.call(of_class)
 
     def make_state(self) -> None:
-        """Step the twin on gradients of zero, as torch does with a plain optimizer. Ranks need not agree on that."""
+        """Step the twins on gradients of zero, as torch does with a plain optimizer. Ranks need not agree on that."""
         self.check_is_current()
         self.state.fold()
         for shard in self.shards:
             shard.main.grad = torch.zeros_like(shard.main)
-        self.call_on_shards(self._step_of_class)
+        for update in self.updates:
+            update.call(update.step_of_class)
         for shard in self.shards:
             shard.main.grad = None
 
@@ -356,15 +353,18 @@ class Sharding:
             return
         with self._ddp.sync.call(self.holder.label):
             self.state.fold()
-        found = unshard(self.shards, self.twin.state, self.holder)
-        self._optimizer.state.update(found.values)
+        found = unshard(self.shards, self.stepped_state, self.holder)
+        for update in self.updates:
+            members = set(chain.from_iterable(update.members.by_group()))
+            update.given.state.update({param: of for param, of in found.values.items() if param in members})
+            vars(update.given).pop("__getstate__", None)
+            self._ddp.sync.given_optimizers.discard(update.given)
+            update.forget()
         self._main_values |= found.main_values
         self._dtypes |= found.dtypes
-        vars(self._optimizer).pop("__getstate__", None)
-        self._ddp.sync.given_optimizers.discard(self._optimizer)
-        self.shards, self._buffers, self.flat_params, self._shard_of = [], [], {}, {}
+        self.shards, self.grad_shards, self._held, self.exchange = [], [], [], None
+        self._buffers, self.flat_params, self._shard_of = [], {}, {}
         self.counted_grads.clear()
-        self.twin = twin_of(self._optimizer, [], defaultdict(dict))
 
     def shard(self, settings: Mapping[str, Any], *, label: str) -> None:
         """Replace the parameters by shards, with their state and earlier main values. A collective call.
@@ -386,18 +386,48 @@ class Sharding:
             find_kernels(settings["kernels"], self._ddp.param_and_grad_buffers[0].grad_data.device)
             returns_some = settings["returns_grad_norm"] or settings["returns_num_zeros"]
             self.check_norm(is_wanted=clip_grad > 0 or threshold < math.inf or returns_some)
-            numbers = read_hyperparameters(self._optimizer.param_groups, waits=True)
+            numbers = read_hyperparameters(self.param_groups, waits=True)
             # A plain optimizer that has loaded a state_dict() of this one has main values in its state.
-            state = {key: dict(of) if isinstance(of, Mapping) else of for key, of in self._optimizer.state.items()}
+            given_state = chain.from_iterable(update.given.state.items() for update in self.updates)
+            state = {key: dict(of) if isinstance(of, Mapping) else of for key, of in given_state}
             mains = {key: of.pop(MAIN_PARAM) for key, of in state.items() if isinstance(of, dict) and MAIN_PARAM in of}
-            cut = self._cut(WholeState(state, self._main_values | mains, self._dtypes))
-            check_elementwise(self._optimizer)  # after the errors about its parameters
-            check_can_step(self._optimizer)
+            group_of = self._find_groups()  # its errors come first
+            for update in self.updates:
+                self._find_kind(update)
+            cut = self._cut(WholeState(state, self._main_values | mains, self._dtypes), group_of=group_of)
+            kinds = [
+                f"{type(one.given).__name__} on {'whole parameters' if one.is_whole else 'shards'}" for one in self.updates
+            ]
             own = [f"{name}={float(value) if type(value) is int else value}" for name, value in settings.items()]
-            call.by_group = self._by_group(cut.entries, (type(self._optimizer).__name__, *own, *texts_of([numbers])))
+            call.by_group = self._by_group(cut.entries, (*kinds, *own, *texts_of([numbers])))
             call.open()
             self._take(cut)
             self._watch_scalers()
+
+    def _find_kind(self, update: Update) -> None:
+        """Find out how an optimizer updates, and whether it can here.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        given, ddp = update.given, self._ddp
+        found = find_update_kind(given)
+        check_can_step(given)
+        update.is_whole = found.kind is not UpdateKind.ELEMENTWISE
+        if found.kind is UpdateKind.COUPLED and (self._is_sharded or not ddp.ranks.has_same_params):
+            refuse_coupled(given, found)
+        if update.is_whole and not getattr(given, "works_on_pieces", False):
+            names = [
+                ddp.param_names[param] for group in given.param_groups for param in group["params"] if param in ddp.param_names
+            ]
+            shapes = {name: param.shape for param, name in ddp.param_names.items()}
+            if pieces := [name for name in names if ddp.identities[name].global_shape != tuple(shapes[name])]:
+                raise ConfigError(
+                    f"{type(given).__name__} updates whole tensors, and these are pieces of tensors that are cut over other "
+                    f"ranks: {name_list(pieces)}. Its update of a piece is not that of the whole. Give them to an "
+                    "elementwise optimizer; or, if an update of each piece by itself is meant, set "
+                    "optimizer.works_on_pieces = True, in it or in its class."
+                )
 
     def _watch_scalers(self) -> None:
         """Let gradients that a loss scaler meets call the optimizer: withheld ones, and one reduced one of each dtype."""
@@ -461,27 +491,37 @@ class Sharding:
     @property
     def holder(self) -> ShardHolder:
         """The buffers and ranks of the shards."""
-        return ShardHolder(self._buffers, self._ddp.sync, self._is_sharded)
+        return ShardHolder(self._buffers, self._ddp.sync, self._is_sharded, self.owner_of)
 
     def _others(self) -> set[torch.nn.Parameter]:
         """Return the members of groups without a shard: frozen and added parameters."""
-        return {param for group in self.members.by_group() for param in group if param not in self._ddp.param_names}
+        return {param for group in self.by_group() for param in group if param not in self._ddp.param_names}
 
     @property
     def state_of_others(self) -> WholeState:
         """The state of parameters without a shard."""
         kept = self._others()
-        state = {param: values for param, values in self._optimizer.state.items() if param in kept}
+        given_state = chain.from_iterable(update.given.state.items() for update in self.updates)
+        state = {param: values for param, values in given_state if param in kept}
         mains = {param: values for param, values in self._main_values.items() if param in kept}
         return WholeState(state, mains, self._dtypes)
 
+    @property
+    def whole_shards(self) -> list[WholeShard]:
+        """The parameters that this rank updates whole."""
+        return [shard for shard in self.shards if isinstance(shard, WholeShard)]
+
+    def flat_pieces(self) -> Iterator[StatePiece]:
+        """Return the values per element of flat shards, main values included, by parameter and key. Local."""
+        return state_pieces((one for one in self.shards if not isinstance(one, WholeShard)), self.stepped_state)
+
     def state_pieces(self) -> Iterator[StatePiece]:
         """Return the values per element of all shards, main values included, by parameter and key. Local."""
-        return state_pieces(self.shards, self.twin.state)
+        return state_pieces(self.shards, self.stepped_state)
 
     def describe(self) -> list[Any]:
-        """Return descriptions of the state of all shards, as ``describe_shards``."""
-        return describe_shards(self.shards, self.twin.state)
+        """Return descriptions of the state of all flat shards, as ``describe_shards``."""
+        return describe_shards(self.shards, self.stepped_state)
 
     def whole_state(self) -> WholeState:
         """Return the state of all parameters, on every rank. A collective call; changes nothing.
@@ -490,9 +530,10 @@ class Sharding:
             OptimizerParametersError: the state of a shard cannot be split by parameter.
             PeerFailedError: another rank has failed.
         """
-        found = unshard(self.shards, self.twin.state, self.holder._replace(label="state_dict()"))
+        found = unshard(self.shards, self.stepped_state, self.holder._replace(label="state_dict()"))
         kept = self.state_of_others
-        beside = {key: value for key, value in self._optimizer.state.items() if not isinstance(key, torch.Tensor)}
+        given_state = chain.from_iterable(update.given.state.items() for update in self.updates)
+        beside = {key: value for key, value in given_state if not isinstance(key, torch.Tensor)}
         return WholeState(
             {**found.values, **kept.values, **beside},
             {**found.main_values, **kept.main_values},
@@ -514,7 +555,8 @@ class Sharding:
         with self._ddp.sync.call("load_state_dict()") as call:
             self.settle("load_state_dict()")
             names: dict[torch.Tensor, str] = {param: name for name, param in self._ddp.module.named_parameters()}
-            whole, groups = unpack(self._optimizer, self.members.by_group(), names, state_dict)
+            optimizers = [update.given for update in self.updates]
+            whole, groups = unpack(optimizers, names, self.uncut, state_dict)
             # The layout is the same, so this rank holds the same range of each parameter.
             cut = self._cut(whole, held={piece.param: piece.values for piece in self.state_pieces() if piece.key is MAIN})
             sums = _checksums(whole, self._ddp.param_names)
@@ -531,7 +573,7 @@ class Sharding:
         Args:
             signature_of: by parameter; equal for parameters that may share a shard.
         """
-        return self._make_shards(self.members.by_name(self._ddp), signature_of)
+        return self._make_shards(self._find_groups(), signature_of)
 
     def take_loaded(
         self, state: Mapping[MainShard, ShardState], groups: Sequence[Mapping[str, Any]], others: WholeState
@@ -548,15 +590,15 @@ class Sharding:
 
     def _take_others(self, whole: WholeState, groups: Sequence[Mapping[str, Any]]) -> None:
         """Load the state of parameters without a shard and of no parameter, and hyperparameters by group."""
-        state = self._optimizer.state
         others = self._others()
-        for key in [key for key in state if key in others or not isinstance(key, torch.Tensor)]:
-            del state[key]
+        for state in [update.given.state for update in self.updates]:
+            for key in [key for key in state if key in others or not isinstance(key, torch.Tensor)]:
+                del state[key]
         for key, values in whole.values.items():
             if key in others or not isinstance(key, torch.Tensor):
-                state[key] = copy.deepcopy(values)  # torch would keep the caller's tensors
+                self.loose_of(key)[key] = copy.deepcopy(values)  # torch would keep the caller's tensors
         self._main_values = {param: main.clone() for param, main in whole.main_values.items() if param in others}
-        set_groups(self._optimizer, groups)
+        set_groups(self.param_groups, groups)
 
     def check_is_current(self) -> None:
         """Check that the shards cover all that is trained.
@@ -571,16 +613,16 @@ class Sharding:
                 "whole parameters back: call ddp.rebuild() on every rank, or use the torch optimizer and the module after "
                 "ddp.detach()."
             )
-        if self.members.are_as_cut():
+        if all(update.members.are_as_cut() for update in self.updates):
             return
-        if waiting := self.members.waiting():
+        if waiting := [param for update in self.updates for param in update.members.waiting()]:
             names = {param: name for name, param in self._ddp.module.named_parameters()}
             shown = [names.get(param, f"one of shape {tuple(param.shape)}, not in the module") for param in waiting]
             raise PhaseError(
                 f"trainable parameters were added to the optimizer and have no shard yet: {name_list(shown)}. Their gradients "
                 "are not reduced, so they would be updated differently on every rank. Call ddp.rebuild() on every rank."
             )
-        if moved := self.members.moved(self._ddp.param_names):
+        if moved := [name for update in self.updates for name in update.members.moved(self._ddp.param_names)]:
             raise PhaseError(
                 f"{name_list(moved)} have left their parameter group since the optimizer was wrapped, and would be updated "
                 "with its hyperparameters all the same. To change groups, call ddp.rebuild() on every rank afterwards; to stop "
@@ -595,8 +637,9 @@ class Sharding:
             ConfigError: ``step`` was replaced.
             PhaseError: the gradient of a parameter was cleared in this step, or replaced after it was sent.
         """
-        if "step" in vars(self._optimizer):
-            check_can_step(self._optimizer)
+        for update in self.updates:
+            if "step" in vars(update.given):
+                check_can_step(update.given)
         for group in self._ddp.sync.groups if self._is_sharded else ():
             if _WITHHELD.issuperset(map(type, map(_grad, group.params))):
                 continue
@@ -619,9 +662,21 @@ class Sharding:
     # By parameter, for ``optimizer.state`` #
 
     @property
-    def loose(self) -> MutableMapping[Any, Any]:
-        """State that is in no shard: of frozen parameters, and under keys that are no parameters."""
-        return self._optimizer.state
+    def uncut(self) -> set[torch.nn.Parameter]:
+        """The parameters whose state is kept whole, whatever it is."""
+        return {param for param, name in self.flat_params.items() if self.update_of(name).is_whole} | self._others()
+
+    def loose_of(self, key: Any) -> MutableMapping[Any, Any]:
+        """Return the mapping for state that is in no shard, under a key: of frozen parameters, and of no parameter."""
+        groups = [(update, group["params"]) for update in self.updates for group in update.given.param_groups]
+        owner = next((update for update, params in groups if any(key is param for param in params)), self.updates[0])
+        state: MutableMapping[Any, Any] = owner.given.state
+        return state
+
+    @property
+    def loose_keys(self) -> Iterator[Any]:
+        """The keys of state that is in no shard."""
+        return chain.from_iterable(update.given.state for update in self.updates)
 
     def has_state(self, param: torch.nn.Parameter) -> bool:
         """Return whether a step or a load has made state for a parameter."""
@@ -630,24 +685,28 @@ class Sharding:
 
     def _main_of(self, name: str) -> torch.nn.Parameter:
         """Return the tensor with the state of a parameter; one of the same group where this rank has nothing of it."""
-        shard = self._shard_of.get(name)
-        main: torch.nn.Parameter = self.twin.param_groups[self._group_of[name]]["params"][0] if shard is None else shard.main
+        update, shard = self.update_of(name), self._shard_of.get(name)
+        of_group = update.twin.param_groups[self._group_of[name] - update.first_group]
+        main: torch.nn.Parameter = of_group["params"][0] if shard is None else shard.main
         return main
 
     def _state_of(self, name: str, main: torch.nn.Parameter) -> Mapping[str, Any]:
         """Return the state of ``main``; empty if this rank has nothing of the parameter and others may have other steps."""
-        is_elsewhere = name not in self._shard_of and self.skips_some
-        return {} if is_elsewhere else self.twin.state.get(main) or {}
+        is_elsewhere = name not in self._shard_of and (self.skips_some or name in self.owner_of)
+        return {} if is_elsewhere else self.update_of(name).twin.state.get(main) or {}
 
     def read(self, param: torch.nn.Parameter) -> dict[str, Any]:
-        """Return this rank's state of a parameter: views of flat tensors, and copies of numbers."""
+        """Return this rank's state of a parameter: views of its tensors, and copies of numbers."""
         name = self.flat_params[param]
         main, shard = self._main_of(name), self._shard_of.get(name)
         state = self._state_of(name, main)
+        if isinstance(shard, WholeShard):
+            found = {key: _detached(value) for key, value in state.items()}
+            return found | {MAIN_PARAM: main.detach()} if shard.has_own_values else found
         flats = {key: value.detach() for key, value in state.items() if is_per_element(key, value, main)}
         found = {key: flats[key][:0] if key in flats else copy.deepcopy(value) for key, value in state.items()}
         if main_dtype(param.dtype) != param.dtype:
-            found[MAIN_PARAM] = main.detach()[:0]
+            found[MAIN_PARAM] = main.detach().flatten()[:0]
         for piece in () if shard is None else shard.pieces_of(name, {**flats, **shard.own_values}):
             is_whole, like = piece.in_param.numel == param.numel(), piece.like
             values = view_like(piece.values, 0, like.shape, like.stride()) if is_whole else piece.values
@@ -660,14 +719,30 @@ class Sharding:
         Raises:
             OptimizerParametersError: a value is neither, nor one number. Nothing was changed.
         """
-        old, names = self._shard_of, self.flat_params
+        whole = {param: values for param, values in changed.items() if self.update_of(self.flat_params[param]).is_whole}
+        if flat := {param: values for param, values in changed.items() if param not in whole}:
+            self._write_flat(flat)
+        for param, values in whole.items():
+            shard = self._shard_of.get(self.flat_params[param])
+            if shard is not None:
+                state = self.state_of(shard)
+                kept = {key: _as_before(value, state.get(key), param) for key, value in values.items() if key != MAIN_PARAM}
+                state.clear()
+                state.update(kept)
+                if MAIN_PARAM in values:
+                    shard.main.detach().copy_(values[MAIN_PARAM])
+
+    def _write_flat(self, changed: Mapping[torch.nn.Parameter, Mapping[str, Any]]) -> None:
+        """Cut flat shards again, with changed state."""
+        names = {param: name for param, name in self.flat_params.items() if not self.update_of(name).is_whole}
+        old = [shard for shard in self.shards if not isinstance(shard, WholeShard)]
         local: dict[torch.Tensor, dict[str, Any]] = {}
-        held = {piece.param: piece.values for shard in self.shards for piece in shard.pieces({MAIN: shard.main.detach()})}
+        held = {piece.param: piece.values for shard in old for piece in shard.pieces({MAIN: shard.main.detach()})}
         numels: dict[torch.Tensor, int] = {param: held[name].numel() if name in held else 0 for param, name in names.items()}
         for param, name in names.items():
             local[param] = self.read(param)
             if param in changed:
-                before = self.twin.state.get(self._main_of(name)) or {}
+                before = self.update_of(name).twin.state.get(self._main_of(name)) or {}
                 local[param] = {key: _as_before(value, before.get(key), param) for key, value in changed[param].items()}
             main = local[param].pop(MAIN_PARAM, None)
             if main is not None and main.shape not in (param.shape, (numels[param],)):
@@ -677,11 +752,14 @@ class Sharding:
                 )
             if main is not None and name in held:
                 held[name] = main
-        whole = WholeState(local, dtypes={param: main_dtype(param.dtype) for param in local})
-        grads = {piece.param: piece.values for shard in self.shards for piece in shard.pieces({"grad": shard.grad})}
-        self._place(self._cut(whole, held, numels, group_of=self._group_of))
-        for shard in self.shards:
-            shard.has_stepped = old[shard.segment.params[0]].has_stepped
+        state = WholeState(local, dtypes={param: main_dtype(param.dtype) for param in local})
+        grads = {piece.param: piece.values for shard in old for piece in shard.pieces({"grad": shard.grad})}
+        has_stepped = {name: shard.has_stepped for shard in old for name in shard.segment.params}
+        cut = self._cut(state, held, numels, group_of={name: self._group_of[name] for name in names.values()})
+        state_of_whole = {shard.main: self.state_of(shard) for shard in self.whole_shards}
+        self._place(_Cut([*cut.shards, *self.whole_shards], {**cut.state, **state_of_whole}, {}))
+        for shard in cut.shards:
+            shard.has_stepped = has_stepped[shard.segment.params[0]]
             for piece in shard.pieces({"grad": shard.grad}):  # widened, and perhaps clipped since
                 piece.values.copy_(grads[piece.param])
 
@@ -705,17 +783,18 @@ def _checksums(whole: WholeState, names: Mapping[torch.nn.Parameter, str]) -> di
     return found
 
 
-def _placeholder(device: torch.device) -> torch.nn.Parameter:
-    """Return a tensor without elements for a group of which this rank has nothing, so that steps are counted there as well."""
-    made = torch.nn.Parameter(torch.zeros(0, dtype=torch.float32, device=device))
-    made.grad = torch.zeros_like(made)
-    return made
+def _detached(value: Any) -> Any:
+    """Return a value of state without the graph; numbers as copies."""
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        return value.detach()
+    return copy.deepcopy(value)
 
 
 def _refuse_shards(reference: weakref.ref[Sharding], held: torch.optim.Optimizer, method: str) -> None:
     """Refuse to save or load flat shards as the state of a model. Shells over whole parameters share the hook."""
     sharding = reference()
-    if sharding is not None and sharding._optimizer is held and sharding._buffers:
+    is_given = sharding is not None and any(update.given is held for update in sharding.updates)  # shells share the hook
+    if sharding is not None and is_given and sharding._buffers:
         rank = sharding._ddp.communicator.rank
         num_shards = sharding._buffers[0].layout.num_shards if sharding._is_sharded else 1
         raise CheckpointUnavailableError(optimizer=type(held).__name__, method=method, rank=rank, num_shards=num_shards)

@@ -1,7 +1,8 @@
-"""The flat tensors an optimizer steps on, and the values that they hold for parts of parameters.
+"""The tensors an optimizer steps on, and the values that they hold for parts of parameters.
 
-A ``MainShard`` is the tensors of one segment of this rank's shards (``layout/segments.py`` plans them); alignment gaps inside
-a segment are zeros that stay zeros. Everything that saves, moves or measures state by parameter reads it as ``StatePiece``.
+A ``MainShard`` is the flat tensors of one segment of this rank's shards (``layout/segments.py`` plans them); alignment gaps
+inside a segment are zeros that stay zeros. A ``WholeShard`` is one parameter as it is, for optimizers that need whole tensors.
+Everything that saves, moves or measures state by parameter reads it as ``StatePiece``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from megabucket.buffer import ParamAndGradBuffer, Unscale
+from megabucket.buffer import ParamAndGradBuffer, Unscale, view_like
 from megabucket.layout import Span
 from megabucket.layout.segments import Segment
 
@@ -69,31 +70,21 @@ class StatePiece(NamedTuple):
     """1D, one value per element of the range: a view of the flat tensor."""
 
 
-class MainShard:
-    """One segment as the optimizer sees it: a flat main parameter with a flat gradient.
-
-    A float32 (or float64) segment steps in place on the parameter buffer. A 16-bit segment steps on a float32 copy, the main
-    parameter, which is rounded into the buffer after each step; a 16-bit gradient is widened before.
-    """
+class GradShard:
+    """The reduced gradient of one segment on this rank."""
 
     def __init__(self, segment: Segment, buffer: ParamAndGradBuffer, *, counts: bool = True) -> None:
         self.segment = segment
         self.buffer = buffer
         self.counts = counts
         """Whether this rank counts its gradients in the norm; exactly one rank does."""
-        self.model_values = buffer.param_data[segment.span.start : segment.span.stop]
-        """The parameters in the buffer: 1D, parameter dtype."""
         self.buffer_grads = buffer.grad_data[segment.span.start : segment.span.stop]
         """The gradient in the buffer: 1D, gradient dtype."""
-        dtype = main_dtype(self.model_values.dtype)
-        self.has_own_values = self.model_values.dtype != dtype
-        self.main = torch.nn.Parameter(self.model_values.to(dtype))  # 1D, float32 or float64
-        self.numel = sum(piece.in_param.numel for piece in self.pieces({MAIN: self.main}))
+        self.dtype = main_dtype(buffer.param_data.dtype)
+        """Of the update."""
+        self.grad = self.buffer_grads
+        self.numel = sum(piece.in_param.numel for piece in self.pieces({None: self.buffer_grads}))
         """Elements of parameters, without the gaps between them."""
-        self.has_stepped = False
-        """Whether the optimizer has stepped on it."""
-        same_dtype = self.buffer_grads.dtype == self.main.dtype
-        self.grad = self.buffer_grads if same_dtype else torch.zeros_like(self.main)  # 1D, dtype of main
 
     def pieces(self, flats: Mapping[Any, torch.Tensor]) -> Iterator[StatePiece]:
         """Return the values of each parameter under each key, in buffer order; the gaps between parameters are left out.
@@ -112,6 +103,45 @@ class MainShard:
         for key, flat in flats.items():
             yield StatePiece(name, self.buffer.slots[name].view, in_param, key, flat[start - span.start : stop - span.start])
 
+    def range_of(self, in_buffer: Span) -> slice:
+        """Return the place of a range of the buffer in the tensors of the segment."""
+        return slice(in_buffer.start - self.segment.span.start, in_buffer.stop - self.segment.span.start)
+
+    def load_grad(self) -> torch.Tensor:
+        """Return ``grad`` after loading the reduced gradient of this step."""
+        if self.buffer_grads.dtype != self.dtype:
+            self.grad = self.buffer_grads.to(self.dtype)
+        return self.grad
+
+    def params_with_nonfinite_grad(self) -> Sequence[str]:
+        """Return the parameters whose gradient in this segment is not finite. Slow; for reports."""
+        return [piece.param for piece in self.pieces({"grad": self.grad}) if not bool(torch.isfinite(piece.values).all())]
+
+
+class MainShard(GradShard):
+    """One segment as the optimizer sees it: a flat main parameter with a flat gradient.
+
+    A float32 (or float64) segment steps in place on the parameter buffer. A 16-bit segment steps on a float32 copy, the main
+    parameter, which is rounded into the buffer after each step; a 16-bit gradient is widened before.
+    """
+
+    def __init__(self, segment: Segment, buffer: ParamAndGradBuffer, *, counts: bool = True) -> None:
+        super().__init__(segment, buffer, counts=counts)
+        self.model_values = self.shaped(buffer.param_data[segment.span.start : segment.span.stop])
+        """The parameters in the buffer, in the shape of ``main``: parameter dtype."""
+        self.has_own_values = self.model_values.dtype != self.dtype
+        self.main = torch.nn.Parameter(self.model_values.to(self.dtype))  # float32 or float64
+        self.has_stepped = False
+        """Whether the optimizer has stepped on it."""
+        self.is_received = False
+        """Whether its gradient arrives from other ranks, and new values go back to them."""
+        same_dtype = self.buffer_grads.dtype == self.dtype
+        self.grad = self.shaped(self.buffer_grads) if same_dtype else torch.zeros_like(self.main)
+
+    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return a 1D tensor of the segment as the optimizer sees it."""
+        return flat
+
     @property
     def own_values(self) -> dict[Any, torch.Tensor]:
         """The main values for ``pieces``; empty if the parameter buffer holds them."""
@@ -119,8 +149,8 @@ class MainShard:
 
     def load_grad(self) -> torch.Tensor:
         """Return ``grad`` after loading the reduced gradient of this step."""
-        if self.grad is not self.buffer_grads:
-            self.grad.copy_(self.buffer_grads)
+        if self.buffer_grads.dtype != self.dtype:
+            self.grad.copy_(self.shaped(self.buffer_grads))
         return self.grad
 
     def follow_buffer(self) -> None:
@@ -131,6 +161,39 @@ class MainShard:
         main, written = self.main.detach(), self.model_values
         torch.where(main.to(written.dtype) == written, main, written.to(main.dtype), out=main)
 
-    def params_with_nonfinite_grad(self) -> Sequence[str]:
-        """Return the parameters whose gradient in this segment is not finite. Slow; for reports."""
-        return [piece.param for piece in self.pieces({"grad": self.grad}) if not bool(torch.isfinite(piece.values).all())]
+
+class WholeShard(MainShard):
+    """One whole parameter as the optimizer sees it, in its shape and memory order.
+
+    Args:
+        is_received: whether its gradient arrives from other ranks, to which this one, the owner, sends the new values.
+    """
+
+    def __init__(self, segment: Segment, buffer: ParamAndGradBuffer, *, counts: bool = True, is_received: bool = False) -> None:
+        self.name = segment.params[0]
+        self._like = buffer.slots[self.name].view
+        super().__init__(segment, buffer, counts=counts)
+        self.is_received = is_received
+        if is_received:
+            self.receive(self.buffer_grads[:0])
+
+    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return a 1D tensor of the parameter in its shape and memory order."""
+        return view_like(flat, 0, self._like.shape, self._like.stride())
+
+    def receive(self, grads: torch.Tensor) -> None:
+        """Take the gradient of this step, or an empty one after it: 1D, in memory order."""
+        self.buffer_grads = grads
+        self.grad = self.shaped(grads).to(self.dtype) if grads.numel() else grads
+
+    def pieces_of(self, name: str, flats: Mapping[Any, torch.Tensor]) -> Iterator[StatePiece]:
+        """Return the values of the parameter under each key; copies, if an optimizer has chosen another memory order."""
+        for key, whole in flats.items():
+            yield StatePiece(name, self._like, Span(0, self._like.numel()), key, in_memory_order(whole, self._like))
+
+
+def in_memory_order(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the values of a tensor in the memory order of another one of its shape, 1D; a view if it has that order."""
+    if whole.dim() != 1 and whole.stride() != like.stride():
+        whole = torch.empty_like(like, dtype=whole.dtype, device=whole.device).copy_(whole)
+    return whole.as_strided((whole.numel(),), (1,))

@@ -10,10 +10,12 @@ count). Parameters with different numbers or keys do not share a shard.
 from __future__ import annotations
 
 import copy
+import io
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -23,10 +25,10 @@ from torch import optim
 
 from megabucket.buffer import ParamAndGradBuffer, dtype_name, dtype_named, view_like
 from megabucket.buffer.param_and_grad_buffer import dense_strides
-from megabucket.comm import AllGather, Communicator, exchange
+from megabucket.comm import AllGather, Broadcast, Communicator, exchange
 from megabucket.errors import CheckpointMismatchError, OptimizerParametersError
 from megabucket.optim.param_state import MAIN_PARAM
-from megabucket.optim.shards import MAIN, MainShard, StatePiece, main_dtype
+from megabucket.optim.shards import MAIN, MainShard, StatePiece, WholeShard, main_dtype
 from megabucket.optim.twin import shell_of
 
 if TYPE_CHECKING:
@@ -102,6 +104,7 @@ class StateCutter:
         whole: the state; empty for parameters before their first step.
         params: the parameters in the buffers, by name.
         held_numels: elements of each parameter on this rank, where values in ``whole`` may be of that part alone, 1D.
+        uncut: names of parameters that are updated whole. Their state may be anything.
 
     Raises:
         OptimizerParametersError: an entry is neither one value per element nor one number: a table, or moments from before
@@ -113,6 +116,8 @@ class StateCutter:
         whole: WholeState,
         params: Mapping[str, torch.nn.Parameter],
         held_numels: Mapping[torch.Tensor, int] = MappingProxyType({}),
+        *,
+        uncut: Collection[str] = (),
     ) -> None:
         self._whole = whole
         self._params = params
@@ -120,6 +125,7 @@ class StateCutter:
         misfits = [
             f"{key} of {name}: shape {tuple(value.shape)} for {tuple(param.shape)}"
             for name, param in params.items()
+            if name not in uncut
             for key, value in whole.of(param).items()
             if isinstance(value, torch.Tensor) and value.numel() != 1 and not self._is_per_element(key, value, param)
         ]
@@ -148,13 +154,18 @@ class StateCutter:
     def _describe(self, param: torch.nn.Parameter, key: str, value: Any) -> str:
         if self._is_per_element(key, value, param):
             return f"{key} per element" if self._whole.follows_param(param, value) else f"{key} in {dtype_name(value.dtype)}"
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
             return f"{key}={value.item()!r} ({dtype_name(value.dtype)}, {tuple(value.shape)}, {value.device.type})"
-        return f"{key}={value!r}"
+        if type(value).__name__ in NUMBER_TYPES:
+            return f"{key}={value!r}"
+        shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+        return f"{key}: {type(value).__name__}{shape}"
 
     @torch.no_grad()
     def state_of(self, shard: MainShard) -> ShardState:
         """Return the state of one shard, whose parameters have the same signature."""
+        if isinstance(shard, WholeShard):
+            return self._uncut_state_of(shard)
         param = self._params[shard.segment.params[0]]
         flats: dict[str, torch.Tensor] = {}
         for key, value in self._whole.of(param).items():
@@ -165,6 +176,15 @@ class StateCutter:
             of_piece = self._params[piece.param]
             _fill(piece, self._whole.of(of_piece)[piece.key], of_piece)
         return {key: flats[key] if key in flats else copy.deepcopy(value) for key, value in self._whole.of(param).items()}
+
+    def _uncut_state_of(self, shard: WholeShard) -> ShardState:
+        param = self._params[shard.name]
+        found: ShardState = copy.deepcopy(dict(self._whole.of(param)))
+        for key, value in found.items():
+            # In the dtype and memory order of the main parameter.
+            if is_per_element(key, value, param) and self._whole.follows_param(param, value):
+                found[key] = torch.empty_like(shard.main, requires_grad=False).copy_(value)
+        return found
 
     @torch.no_grad()
     def restore_main_values(self, shard: MainShard, held: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -302,6 +322,8 @@ class ShardHolder(NamedTuple):
     sync: GradSync
     is_sharded: bool
     """Whether each rank owns its shard of each bucket, or everything."""
+    owner_of: Mapping[str, int] = MappingProxyType({})
+    """The rank in its reduction group that updates a parameter whole, for parameters that one rank updates."""
     label: str = "rebuild"
     """The purpose, for collectives and errors."""
 
@@ -337,12 +359,54 @@ def unshard(shards: Sequence[MainShard], state: Mapping[torch.Tensor, Mapping[st
     with holder.sync.call(f"{holder.label}: optimizer state") as call:
         described = merge_descriptions(answers)
         call.open()
+        uncut = {*holder.owner_of, *(shard.name for shard in shards if isinstance(shard, WholeShard))}
         for buffer in holder.buffers:
-            pieces = list(state_pieces((shard for shard in shards if shard.buffer is buffer), state))
+            flat = (shard for shard in shards if shard.buffer is buffer and not isinstance(shard, WholeShard))
+            pieces = list(state_pieces(flat, state))
             values |= _put_together(buffer, pieces, described, holder)
-            main_values |= _main_values(buffer, pieces, holder)
+            main_values |= _main_values(buffer, pieces, holder, uncut)
             dtypes |= dict.fromkeys(buffer.params.values(), main_dtype(buffer.param_data.dtype))
+            for param, (of_param, main) in _of_owners(buffer, shards, state, holder):
+                values |= {param: of_param} if of_param else {}
+                main_values |= {} if main is None else {param: main}
     return WholeState(values, main_values, dtypes)
+
+
+def _of_owners(
+    buffer: ParamAndGradBuffer,
+    shards: Sequence[MainShard],
+    state: Mapping[torch.Tensor, Mapping[str, Any]],
+    holder: ShardHolder,
+) -> Iterator[tuple[torch.Tensor, tuple[dict[str, Any], torch.Tensor | None]]]:
+    """Yield the parameters of one buffer that are updated whole, with their state and main values. Owners send them as bytes."""
+    whole = {shard.name: shard for shard in shards if isinstance(shard, WholeShard) and shard.buffer is buffer}
+    communicator = holder.communicator(buffer)
+    for name in [name for name in buffer.params if name in whole or name in holder.owner_of]:
+        shard, payload = whole.get(name), io.BytesIO()
+        if shard is not None:
+            main = shard.main.detach() if shard.has_own_values else None
+            torch.save((dict(state.get(shard.main) or {}), main), payload)
+        if name in holder.owner_of:
+            sent = payload.getvalue()
+            payload = io.BytesIO(_from_owner(communicator, sent, holder.owner_of[name], buffer.param_data.device))
+        payload.seek(0)
+        yield buffer.params[name], torch.load(payload, map_location=partial(_place, device=buffer.param_data.device))
+
+
+def _from_owner(communicator: Communicator, payload: bytes, owner: int, device: torch.device) -> bytes:
+    """Return the payload of one rank, of any length, on all ranks."""
+    size = torch.tensor([len(payload)], device=device)
+    communicator.launch([Broadcast(size, owner)], label="size of optimizer state").wait()
+    whole = torch.empty(int(size), dtype=torch.uint8, device=device)
+    if communicator.rank == owner:
+        whole.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+    communicator.launch([Broadcast(whole, owner)], label="optimizer state of an owner").wait()
+    return whole.cpu().numpy().tobytes()
+
+
+def _place(storage: Any, location: str, *, device: torch.device) -> Any:
+    """Return what an owner had on its device on the device of this rank; the rest stays on the host."""
+    return storage if location == "cpu" or device.type == "cpu" else storage.to(device=device)
 
 
 def _of_all_ranks(shards: Sequence[MainShard], own: Sequence[Any], holder: ShardHolder, label: str) -> list[Any]:
@@ -351,7 +415,8 @@ def _of_all_ranks(shards: Sequence[MainShard], own: Sequence[Any], holder: Shard
         return [own]
     found: list[bytes] = []
     for name, group in holder.sync.ranks.by_name.items():
-        of_group = [one for shard, one in zip(shards, own, strict=True) if shard.buffer.layout.key.group == name]
+        flat = [shard for shard in shards if not isinstance(shard, WholeShard)]
+        of_group = [one for shard, one in zip(flat, own, strict=True) if shard.buffer.layout.key.group == name]
         payload = json.dumps(of_group).encode()
         found += exchange(group.communicator, payload, device=holder.buffers[0].param_data.device, label=label)
     return list(map(json.loads, found))
@@ -361,7 +426,7 @@ def _of_all_ranks(shards: Sequence[MainShard], own: Sequence[Any], holder: Shard
 
 
 def describe_shards(shards: Iterable[MainShard], state: Mapping[torch.Tensor, Mapping[str, Any]]) -> list[Any]:
-    """Return descriptions of the state of this rank's shards, for ``merge_descriptions``; plain data for JSON.
+    """Return descriptions of the state of this rank's flat shards, for ``merge_descriptions``; plain data for JSON.
 
     Raises:
         OptimizerParametersError: an entry is neither one value per element nor one number.
@@ -369,6 +434,7 @@ def describe_shards(shards: Iterable[MainShard], state: Mapping[torch.Tensor, Ma
     return [
         (shard.segment.params, [_describe_in_shard(key, value, shard) for key, value in (state.get(shard.main) or {}).items()])
         for shard in shards
+        if not isinstance(shard, WholeShard)
     ]
 
 
@@ -427,13 +493,16 @@ def _put_together(
     return whole
 
 
-def _main_values(buffer: ParamAndGradBuffer, pieces: Sequence[StatePiece], holder: ShardHolder) -> ByParam:
+def _main_values(
+    buffer: ParamAndGradBuffer, pieces: Sequence[StatePiece], holder: ShardHolder, uncut: Collection[str]
+) -> ByParam:
     dtype = main_dtype(buffer.param_data.dtype)
     if dtype == buffer.param_data.dtype:
         # The buffer itself holds the main values, complete on every rank, for parameters that were made 16-bit since.
         narrowed = [name for name, param in buffer.params.items() if main_dtype(param.dtype) != param.dtype]
         return _cut_out(buffer, narrowed, buffer.param_data)
-    return _gather(buffer, list(buffer.params), [piece for piece in pieces if piece.key is MAIN], dtype, holder)
+    names = [name for name in buffer.params if name not in uncut]
+    return _gather(buffer, names, [piece for piece in pieces if piece.key is MAIN], dtype, holder)
 
 
 def _gather(
@@ -484,14 +553,10 @@ Members = Sequence[Sequence[torch.Tensor]]
 """The parameters of each group."""
 
 
-def pack(optimizer: torch.optim.Optimizer, members: Members, whole: WholeState) -> dict[str, Any]:
-    """Return ``optimizer.state_dict()`` as if it held whole parameters."""
-    groups = []
-    for group, params in zip(optimizer.param_groups, members, strict=True):
-        # Learning rates can be tensors, which change later.
-        own = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
-        groups.append({**own, "params": list(params)})
+def pack(optimizers: Sequence[torch.optim.Optimizer], whole: WholeState) -> dict[str, Any]:
+    """Return ``optimizer.state_dict()`` as if it held whole parameters; of several, as if their groups were those of one."""
     state = defaultdict(dict, {key: value for key, value in whole.values.items() if value or not isinstance(key, torch.Tensor)})
+    members = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     index_of = {param: index for index, param in enumerate(chain.from_iterable(members))}
     for param, main in whole.main_values.items():
         # Torch takes every entry for the state of a step, before which main values are the weights.
@@ -500,7 +565,26 @@ def pack(optimizer: torch.optim.Optimizer, members: Members, whole: WholeState) 
     if any(of.keys() == {MAIN_PARAM} for key, of in state.items() if isinstance(key, torch.Tensor)):
         for param in index_of:  # the optimizer has no state of its own; torch's loading misses parameters without an entry
             state.setdefault(param, {})
-    packed: dict[str, Any] = shell_of(optimizer, groups, state).state_dict()
+    packed: dict[str, Any] = {"state": {}, "param_groups": []}
+    first = 0
+    for optimizer in optimizers:
+        groups = []
+        for group in optimizer.param_groups:
+            # Learning rates can be tensors, which change later.
+            own = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+            groups.append({**own, "params": list(group["params"])})
+        params = list(chain.from_iterable(group["params"] for group in groups))
+        known = set(params)
+        of_this = {key: value for key, value in state.items() if key in known or not isinstance(key, torch.Tensor)}
+        one: dict[str, Any] = shell_of(optimizer, groups, defaultdict(dict, of_this)).state_dict()
+        if len(optimizers) == 1:
+            packed = one
+            break
+        for group in one["param_groups"]:
+            group["params"] = [index + first for index in group["params"]]
+        packed["param_groups"] += one["param_groups"]
+        packed["state"] |= {key + first if isinstance(key, int) else key: value for key, value in one["state"].items()}
+        first += len(params)
     packed[OWN_KEY] = {
         _COMPUTED_IN: {index: dtype_name(whole.dtypes.get(param, param.dtype)) for param, index in index_of.items()}
     }
@@ -508,33 +592,38 @@ def pack(optimizer: torch.optim.Optimizer, members: Members, whole: WholeState) 
 
 
 def unpack(
-    optimizer: torch.optim.Optimizer, members: Members, names: Mapping[torch.Tensor, str], state_dict: Mapping[str, Any]
+    optimizers: Sequence[torch.optim.Optimizer],
+    names: Mapping[torch.Tensor, str],
+    uncut: Collection[torch.Tensor],
+    state_dict: Mapping[str, Any],
 ) -> tuple[WholeState, list[dict[str, Any]]]:
     """Return the state in a ``state_dict`` of this library or of plain torch, and the hyperparameters by group.
 
     Args:
         names: of the parameters, for error texts.
+        uncut: parameters that are updated whole, whose state may have any shape.
 
     Raises:
         CheckpointMismatchError: it is of an optimizer over other parameters; the text names all differences.
     """
+    members = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     _refuse(_group_problems(members, state_dict))
-    # Torch converts floating state to the dtype of the parameter, which for 16-bit ones is not the dtype of computation. It
-    # does not convert the state of integer "parameters"; these stand-ins have no memory.
-    byte = torch.zeros(1, dtype=torch.int8, device="cpu")
-    stand_ins = [[byte.to(param.device).expand(param.shape or (1,)) for param in of_group] for of_group in members]
-    groups = [{**group, "params": of_group} for group, of_group in zip(optimizer.param_groups, stand_ins, strict=True)]
-    shell = shell_of(optimizer, groups, defaultdict(dict))
     saved = {key: dict(of) if isinstance(of, Mapping) else of for key, of in state_dict["state"].items()}
     main_at = {key: of.pop(MAIN_PARAM) for key, of in saved.items() if isinstance(of, dict) and MAIN_PARAM in of}
-    shell.load_state_dict({**state_dict, "state": {key: of for key, of in saved.items() if of != {}}})
     param_at = dict(enumerate(chain.from_iterable(members)))
-    param_of = dict(zip(chain.from_iterable(stand_ins), param_at.values(), strict=True))
-    values = {param_of.get(key, key): value for key, value in shell.state.items()}
+    keys = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))  # indices, or names
+    values: dict[Any, Any] = {}
+    hyperparameters: list[dict[str, Any]] = []
+    for optimizer in optimizers:
+        there = state_dict["param_groups"][len(hyperparameters) :][: len(optimizer.param_groups)]
+        known = set(chain.from_iterable(group["params"] for group in there))
+        state = {key: of for key, of in saved.items() if of != {} and (key in known or key not in keys)}
+        of_this, groups = _unpack_one(optimizer, {**state_dict, "state": state, "param_groups": there})
+        values |= of_this
+        hyperparameters += groups
     own = state_dict.get(OWN_KEY) or {}
-    keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])  # indices, or names
     mains = {param: main_at[key].to(param.device) for key, param in zip(keys, param_at.values(), strict=True) if key in main_at}
-    _refuse(_shape_problems(values, mains, names))
+    _refuse(_shape_problems({key: of for key, of in values.items() if key not in uncut}, mains, names))
     computed_in = {param_at[index]: dtype_named(name) for index, name in own.get(_COMPUTED_IN, {}).items() if index in param_at}
     dtypes = {param: main_dtype(param.dtype) for param in param_at.values()}
     for param, dtype in dtypes.items():
@@ -545,13 +634,27 @@ def unpack(
                 key: value if key in KNOWN_NUMBERS else _follow(value, param, computed_in.get(param), dtype)
                 for key, value in values[param].items()
             }
-    hyperparameters = [{key: value for key, value in group.items() if key != "params"} for group in shell.param_groups]
     return WholeState(values, mains, dtypes), hyperparameters
 
 
-def set_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+def _unpack_one(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
+    """Return the state and the hyperparameters that one optimizer would load."""
+    # Torch converts floating state to the dtype of the parameter, which for 16-bit ones is not the dtype of computation. It
+    # does not convert the state of integer "parameters"; these stand-ins have no memory.
+    byte = torch.zeros(1, dtype=torch.int8, device="cpu")
+    stand_ins = [[byte.to(p.device).expand(p.shape or (1,)) for p in group["params"]] for group in optimizer.param_groups]
+    groups = [{**group, "params": of_group} for group, of_group in zip(optimizer.param_groups, stand_ins, strict=True)]
+    shell = shell_of(optimizer, groups, defaultdict(dict))
+    shell.load_state_dict(state_dict)
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    param_of = dict(zip(chain.from_iterable(stand_ins), params, strict=True))
+    values = {param_of.get(key, key): value for key, value in shell.state.items()}
+    return values, [{key: value for key, value in group.items() if key != "params"} for group in shell.param_groups]
+
+
+def set_groups(param_groups: Sequence[dict[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
     """Set the hyperparameters of the groups in place: a scheduler may hold the groups."""
-    for group, values in zip(optimizer.param_groups, groups, strict=True):
+    for group, values in zip(param_groups, groups, strict=True):
         params = group["params"]
         group.clear()
         group.update(values)

@@ -25,7 +25,7 @@ from megabucket.checkpoint.capture import (
     Prefix,
     TrainingParts,
     capture,
-    inner_of,
+    kind_of,
     optimizer_values,
     state_name,
     values_of_state,
@@ -295,7 +295,7 @@ def _optimizer_values(
     named = [([canonical_name(name) for name in group["params"]], group) for _, group in sorted(groups.items())]
     described = {param: tuple(entry for _, entry in sorted(of.items())) for param, of in state.items()}
     # Torch does not save the class of an optimizer. The tensors among hyperparameters have one element, and become plain.
-    return optimizer_values(type(inner_of(parts.optimizer)).__name__, named, described, {}, lambda _name, _tensor: None)
+    return optimizer_values(kind_of(parts.optimizer), named, described, {}, lambda _name, _tensor: None)
 
 
 # Flat ranges as boxes: that format stores boxes of tensors, so a flat range becomes a few boxes, each a view of the values.

@@ -1,0 +1,214 @@
+"""The optimizers that a ``DistributedOptimizer`` was given: their groups, and the twins that step in their place."""
+
+from __future__ import annotations
+
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from itertools import chain
+from operator import is_, itemgetter
+from typing import Any, Final
+
+import torch
+
+from megabucket.ddp import DistributedDataParallel
+from megabucket.errors import OptimizerParametersError, UpdateFailedError
+from megabucket.optim.shards import MainShard, WholeShard
+from megabucket.optim.twin import Step, carry, twin_of, unhooked_step
+
+_params: Final = itemgetter("params")
+_NOT_IN_WRAPPER: Final = (
+    "the optimizer has parameters that the wrapper does not hold, so their gradients are never reduced",
+    "Build the optimizer over the wrapped parameters; before ddp.rebuild(), put new ones into the module or out of the group.",
+)
+_IN_NO_GROUP: Final = (
+    "trainable parameters of the wrapper are in no group of the optimizer and would never be updated",
+    (
+        "Add them with optimizer.add_param_group(), also those of another optimizer, or freeze them with requires_grad_(False) "
+        "before wrapping or ddp.rebuild()."
+    ),
+)
+_TWICE: Final = (
+    "the optimizer has the same parameter twice",
+    "Put each parameter into one group, of one optimizer.",
+)
+
+
+class GroupMembers:
+    """The parameters of each group of one optimizer, in the caller's order."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._cut: list[list[torch.nn.Parameter]] = []  # as they were cut into shards
+        self._once_in_module: set[torch.nn.Parameter] = set()
+
+    def by_group(self) -> list[list[torch.nn.Parameter]]:
+        """Return the parameters by group."""
+        return list(map(list, map(_params, self._optimizer.param_groups)))
+
+    def are_as_cut(self) -> bool:
+        """Return whether the groups hold the parameters that were cut into shards, in the same order."""
+        groups = self._optimizer.param_groups
+        if len(groups) != len(self._cut):
+            return False
+        for group, known in zip(groups, self._cut, strict=True):
+            if len(group["params"]) != len(known) or not all(map(is_, group["params"], known)):
+                return False
+        return True
+
+    def waiting(self) -> list[torch.nn.Parameter]:
+        """Return added trainable parameters without a shard."""
+        known = set(chain.from_iterable(self._cut))
+        return [tensor for tensor in chain.from_iterable(self.by_group()) if tensor not in known and tensor.requires_grad]
+
+    def moved(self, names: Mapping[torch.nn.Parameter, str]) -> list[str]:
+        """Return the names of parameters that have left the group they were cut in."""
+        now = list(map(set, self.by_group()))
+        return [
+            names[param]
+            for index, of_group in enumerate(self._cut)
+            for param in of_group
+            if param in names and (index >= len(now) or param not in now[index])
+        ]
+
+    def note_cut(self, params: Collection[torch.nn.Parameter]) -> None:
+        """Note that the members were cut into shards. Drop those that have left the module: they keep old buffers alive.
+
+        Args:
+            params: all parameters of the module, frozen ones included.
+        """
+        for group in self._optimizer.param_groups:
+            group["params"][:] = [tensor for tensor in group["params"] if not self.has_left(tensor, params)]
+        self._cut = self.by_group()
+        self._once_in_module = {tensor for group in self._cut for tensor in group if tensor in params}
+
+    def has_left(self, tensor: torch.nn.Parameter, params: Collection[torch.nn.Parameter]) -> bool:
+        """Return whether a member was in the module when it was cut into shards, and is not now."""
+        return tensor in self._once_in_module and tensor not in params
+
+
+class Update:
+    """One of the given optimizers, and the twin that steps in its place on the tensors of this rank."""
+
+    def __init__(self, given: torch.optim.Optimizer) -> None:
+        self.given: Any = given
+        self.members = GroupMembers(given)
+        self.is_whole = False
+        """Whether it steps on whole parameters, and not on flat shards."""
+        self.first_group = 0
+        """Index of its first group among those of all given optimizers, as they were cut."""
+        self.shards: Sequence[MainShard] = ()
+        """What it steps on, of this rank; nothing while the given optimizer holds whole parameters."""
+        self.twin = twin_of(given, [], defaultdict(dict))
+        """The optimizer that steps on the shards."""
+        self.step_of_class: Step = unhooked_step(given)
+
+    def place(
+        self,
+        shards: Sequence[MainShard],
+        state: Mapping[torch.nn.Parameter, dict[str, Any]],
+        *,
+        num_groups: int,
+        device: torch.device,
+    ) -> None:
+        """Make a twin that steps on these shards, with their state.
+
+        Args:
+            num_groups: as they were cut; a fold before a rebuild finds groups that the caller may have removed since.
+        """
+        groups: list[dict[str, Any]] = [{"params": []} for _ in range(max(num_groups, len(self.given.param_groups)))]
+        for group, hyperparameters in zip(groups, self.given.param_groups, strict=False):
+            group.update({key: value for key, value in hyperparameters.items() if key != "params"})
+        if self.is_whole:  # where an update couples parameters, the order of its sums is that of the given optimizer
+            place = {param: index for index, param in enumerate(chain.from_iterable(self.members.by_group()))}
+            shards = sorted(shards, key=lambda shard: place[shard.buffer.params[shard.segment.params[0]]])
+        for shard in shards:
+            groups[shard.segment.group - self.first_group]["params"].append(shard.main)
+        for group in groups:
+            if not group["params"]:
+                group["params"].append(_placeholder(device, has_grad=not self.is_whole))
+        own = {shard.main: state[shard.main] for shard in shards if state.get(shard.main)}
+        self.twin, self.shards = twin_of(self.given, groups, defaultdict(dict, own)), shards
+
+    def forget(self) -> None:
+        """Drop the shards, whose state the given optimizer has again."""
+        self.twin, self.shards = twin_of(self.given, [], defaultdict(dict)), ()
+
+    def step(self, *, skipped: Container[str], before: Callable[[], object]) -> None:
+        """Step the twin on the gradients of the shards, with the hooks of the given optimizer around it.
+
+        Args:
+            skipped: parameters to leave as they are; each has a shard of its own.
+            before: called after the hooks before the step, which may change state.
+
+        Raises:
+            UpdateFailedError: the code of the optimizer has failed, on a whole parameter.
+        """
+        given = self.given
+        for hook in list(given._optimizer_step_pre_hooks.values()):
+            hook(given, (given,), {})
+        before()
+        for shard in self.shards:
+            is_used = shard.segment.params[0] not in skipped
+            shard.main.grad, shard.has_stepped = shard.grad if is_used else None, is_used or shard.has_stepped
+        self.call(self.step_of_class)
+        given._opt_called = True  # a scheduler of the given optimizer looks for it
+        for hook in list(given._optimizer_step_post_hooks.values()):
+            hook(given, (given,), {})
+
+    def call(self, method: Step) -> None:
+        """Call a method of the given optimizer's class on the twin."""
+        carry(self.given, self.twin)
+        try:
+            method(self.twin)
+        except Exception as error:
+            if not self.is_whole:
+                raise
+            raise UpdateFailedError(kind=type(self.given).__name__, params=self._names_in(error), cause=error) from error
+        carry(self.twin, self.given)
+
+    def _names_in(self, error: Exception) -> list[str]:
+        """Return the parameter that the failing code had in a variable; if it had several or none, all of this rank."""
+        name_of = {id(shard.main): shard.name for shard in self.shards if isinstance(shard, WholeShard)}
+        for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+            found = [name_of[id(value)] for value in frame.f_locals.values() if id(value) in name_of]
+            if len(set(found)) == 1:
+                return found[:1]
+        return list(name_of.values())
+
+
+def group_of_params(updates: Sequence[Update], ddp: DistributedDataParallel) -> dict[str, int]:
+    """Return the group of each parameter in the buffers of the wrapper: its index among the groups of all optimizers.
+
+    Raises:
+        OptimizerParametersError: groups and wrapper do not hold the same trainable parameters, each once.
+    """
+    names, params = ddp.param_names, set(ddp.module.parameters())
+    group_of: dict[str, int] = {}
+    foreign, twice = [], []
+    by_group = [(update.members, of_group) for update in updates for of_group in update.members.by_group()]
+    for index, (members, group) in enumerate(by_group):
+        for position, tensor in enumerate(group):
+            name = names.get(tensor)
+            if name in group_of:
+                twice.append(name)
+            elif name is not None:
+                group_of[name] = index
+            elif tensor.requires_grad and not members.has_left(tensor, params):
+                foreign.append(f"group {index}, parameter {position}, shape {tuple(tensor.shape)}")
+    left_out = [name for name in names.values() if name not in group_of]
+    for wrong, (problem, remedy) in ((foreign, _NOT_IN_WRAPPER), (twice, _TWICE), (left_out, _IN_NO_GROUP)):
+        if wrong:
+            raise OptimizerParametersError(problem=problem, params=wrong, remedy=remedy)
+    return group_of
+
+
+def _placeholder(device: torch.device, *, has_grad: bool) -> torch.nn.Parameter:
+    """Return a tensor without elements for a group of which this rank has nothing, so that steps are counted there as well.
+
+    Args:
+        has_grad: whether an update may meet it. Those of matrices fail on it.
+    """
+    made = torch.nn.Parameter(torch.zeros(0, dtype=torch.float32, device=device))
+    made.grad = torch.zeros_like(made) if has_grad else None
+    return made
