@@ -685,7 +685,9 @@ class UpdateFailedError(MegabucketError, RuntimeError):
         self.kind, self.params = kind, tuple(params)
         self.param = params[0] if len(params) == 1 else None
         """The parameter, where it is known."""
-        where = repr(self.param) if self.param else f"one of the {len(params)} parameters that this rank owns: {name_list(params)}"
+        where = (
+            repr(self.param) if self.param else f"one of the {len(params)} parameters that this rank owns: {name_list(params)}"
+        )
         super().__init__(f"{kind} has failed to update {where} ({type(cause).__name__}: {cause})")
 
 

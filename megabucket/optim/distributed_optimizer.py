@@ -116,12 +116,13 @@ class DistributedOptimizer(SteppingForWrapper):
         kernels: Literal["torch", "apex"] = "torch",
     ) -> None:
         given = [torch_optimizer] if isinstance(torch_optimizer, torch.optim.Optimizer) else list(torch_optimizer)
-        if not given or any(isinstance(one, SteppingForWrapper) or not isinstance(one, torch.optim.Optimizer) for one in given):
-            raise ConfigError(
-                "a DistributedOptimizer needs a torch optimizer, or several, and not one that is a DistributedOptimizer "
-                f"already; got {name_list([type(one).__name__ for one in given])}"
-            )
-        super().__init__([{"params": []}], {key: value for one in given for key, value in one.defaults.items()})
+        if any(isinstance(one, SteppingForWrapper) for one in given):
+            raise ConfigError("a DistributedOptimizer cannot be inside another one: give the torch optimizer in it")
+        if not given or not all(isinstance(one, torch.optim.Optimizer) for one in given):
+            kinds = [type(one).__name__ for one in given]
+            raise ConfigError(f"a DistributedOptimizer needs a torch optimizer, or several in a list; got {kinds}")
+        defaults = given[0].defaults if len(given) == 1 else {}  # groups of several optimizers have none in common
+        super().__init__([{"params": []}], defaults)
         self.torch_optimizers = tuple(given)
         """The given optimizers, over whole parameters."""
         self.ddp = ddp
@@ -276,9 +277,13 @@ class DistributedOptimizer(SteppingForWrapper):
             self.ddp.start_param_sync()
 
     def __repr__(self) -> str:
-        kind, num_shards = "shards" if self._is_sharded else "whole buffers", len(self.sharding.shards)
+        kind, sharding = "shards" if self._is_sharded else "whole buffers", self.sharding
+        num_whole = len(sharding.whole_shards)
+        whole = f" and {num_whole} whole parameters" if num_whole else ""
         inner = "\n".join(map(repr, self.torch_optimizers))
-        return f"DistributedOptimizer on {kind} ({num_shards} tensors on this rank) of\n{inner}"
+        return (
+            f"DistributedOptimizer on {kind} ({len(sharding.shards) - num_whole} flat tensors{whole} on this rank) of\n{inner}"
+        )
 
     # A step #
 

@@ -28,10 +28,8 @@ _IN_NO_GROUP: Final = (
         "before wrapping or ddp.rebuild()."
     ),
 )
-_TWICE: Final = (
-    "the optimizer has the same parameter twice",
-    "Put each parameter into one group, of one optimizer.",
-)
+_TWICE: Final = ("the optimizer has the same parameter twice", "Put each parameter into one group.")
+_IN_SEVERAL: Final = ("several optimizers have the same parameter", "Give each parameter to one of them.")
 
 
 class GroupMembers:
@@ -185,19 +183,20 @@ def group_of_params(updates: Sequence[Update], ddp: DistributedDataParallel) -> 
     """
     names, params = ddp.param_names, set(ddp.module.parameters())
     group_of: dict[str, int] = {}
-    foreign, twice = [], []
-    by_group = [(update.members, of_group) for update in updates for of_group in update.members.by_group()]
-    for index, (members, group) in enumerate(by_group):
+    foreign, twice, in_several = [], [], []
+    by_group = [(update, of_group) for update in updates for of_group in update.members.by_group()]
+    for index, (update, group) in enumerate(by_group):
         for position, tensor in enumerate(group):
             name = names.get(tensor)
             if name in group_of:
-                twice.append(name)
+                (twice if by_group[group_of[name]][0] is update else in_several).append(name)
             elif name is not None:
                 group_of[name] = index
-            elif tensor.requires_grad and not members.has_left(tensor, params):
+            elif tensor.requires_grad and not update.members.has_left(tensor, params):
                 foreign.append(f"group {index}, parameter {position}, shape {tuple(tensor.shape)}")
     left_out = [name for name in names.values() if name not in group_of]
-    for wrong, (problem, remedy) in ((foreign, _NOT_IN_WRAPPER), (twice, _TWICE), (left_out, _IN_NO_GROUP)):
+    problems = ((foreign, _NOT_IN_WRAPPER), (twice, _TWICE), (in_several, _IN_SEVERAL), (left_out, _IN_NO_GROUP))
+    for wrong, (problem, remedy) in problems:
         if wrong:
             raise OptimizerParametersError(problem=problem, params=wrong, remedy=remedy)
     return group_of

@@ -184,7 +184,7 @@ class Run:
         plain = self.alone(steps, dtype)
         found = []
         state = self.optimizer.state_dict()["state"]
-        members = self.optimizer.sharding.members.by_group()
+        members = self.optimizer.sharding.by_group()
         names = {param: name for name, param in self.model.named_parameters()}
         for index, param in enumerate(param for group in members for param in group):
             own = self.place.identity(names[param], param)

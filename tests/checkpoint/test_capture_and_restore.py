@@ -588,7 +588,7 @@ class TestRefused:
         def program(rank, run):
             run.train(range(1))
             if rank == 1:
-                run.optimizer.sharding.twin.state[run.optimizer.sharding.shards[0].main]["odd"] = torch.zeros(3)
+                run.optimizer.sharding.updates[0].twin.state[run.optimizer.sharding.shards[0].main]["odd"] = torch.zeros(3)
             with pytest.raises(OptimizerParametersError) as caught:
                 run.capture()
             return str(caught.value)

@@ -280,7 +280,7 @@ def test_step_counts_that_differ_between_copies_are_named(tmp_path, sharded):
         if run.rank == 1:  # the second of the ranks along tp, which does not write
             for shard in run.optimizer.sharding.shards:
                 if "norm.weight" in shard.segment.params:
-                    run.optimizer.sharding.twin.state[shard.main]["step"] += 1
+                    run.optimizer.sharding.updates[0].twin.state[shard.main]["step"] += 1
         run.save(tmp_path, 1)
 
     def program(run):

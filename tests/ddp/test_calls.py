@@ -72,7 +72,7 @@ def spoil_parameter(rank):
 
 def spoil_state(rank):
     """Its values cannot be copied."""
-    for state in rank.optimizer.sharding.twin.state.values():
+    for state in rank.optimizer.sharding.updates[0].twin.state.values():
         state["momentum_buffer"] = state["momentum_buffer"].to("meta")
 
 

@@ -180,7 +180,7 @@ class TestGroups:
         assert optimizer.param_groups[0] is group
         assert group["params"] is params
         assert list(map(id, params)) == list(map(id, ddp.module.parameters()))
-        (twin_group,) = optimizer.sharding.twin.param_groups
+        (twin_group,) = optimizer.sharding.updates[0].twin.param_groups
         assert [(shard.ndim, shard.dtype, shard.numel()) for shard in twin_group["params"]] == [(1, torch.float32, 228)]
 
     def test_a_group_of_which_a_rank_owns_nothing_steps_on_a_tensor_without_elements_there(self):
@@ -189,8 +189,8 @@ class TestGroups:
             optimizer = DistributedOptimizer(torch.optim.AdamW(groups, lr=1.0, weight_decay=0.5), ddp)
             ddp(a=2.0, b=2.0).backward()
             optimizer.step()
-            mains = [main for group in optimizer.sharding.twin.param_groups for main in group["params"]]
-            return [main.numel() for main in mains], [main in optimizer.sharding.twin.state for main in mains]
+            mains = [main for group in optimizer.sharding.updates[0].twin.param_groups for main in group["params"]]
+            return [main.numel() for main in mains], [main in optimizer.sharding.updates[0].twin.state for main in mains]
 
         # b at [0, 100) belongs to rank 0, a at [128, 228) to rank 1
         assert run_ranks(2, Weights("ab"), program, **SHARDED)[1] == [([0, 100], [True, True]), ([100, 0], [True, True])]

@@ -123,7 +123,7 @@ def test_everything_that_lives_from_step_to_step_is_computed_to_the_byte(case):
         )
         for rank, (ddp, _) in enumerate(ranks)
     ]
-    groups = [group for _, optimizer in ranks for group in optimizer.sharding.twin.param_groups]
+    groups = [group for _, optimizer in ranks for group in optimizer.sharding.updates[0].twin.param_groups]
     num_placeholders = sum(param.numel() == 0 for group in groups for param in group["params"])
     step_count_bytes = 4 if moments == ADAMW else 0  # all that they have
     assert alive_bytes == sum(memory.total_bytes for memory in computed) + step_count_bytes * num_placeholders
@@ -146,7 +146,7 @@ def assert_categories(memory, ddp, optimizer):
     shards = optimizer.sharding.shards
     mains = sum(bytes_of(shard.main.data) for shard in shards if shard.has_own_values)
     main_grads = sum(bytes_of(shard.grad) for shard in shards if shard.grad.dtype != shard.buffer_grads.dtype)
-    states = [optimizer.sharding.twin.state[shard.main] for shard in shards]
+    states = [optimizer.sharding.updates[0].twin.state[shard.main] for shard in shards]
     state = [value for values in states for value in values.values() if isinstance(value, torch.Tensor)]
     moments = sum(bytes_of(value) for value in state if value.dim())
     counts = sum(bytes_of(value) for value in state if not value.dim())

@@ -318,7 +318,7 @@ class TestGroups:
         train(ddp, optimizer, [1])
         model.c.requires_grad_(True)
         ddp.rebuild()
-        twin = optimizer.sharding.twin
+        twin = optimizer.sharding.updates[0].twin
         steps = [twin.state[main]["step"].item() for main in twin.param_groups[0]["params"]]
         assert steps == [2, 1, 2]  # e, d | c | b, a
 

@@ -94,7 +94,7 @@ def run_ranks(size, program, make, dtype=torch.float32, **switches):
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_ranks_without_a_shard_of_a_group_train_save_and_resume(make, path, tmp_path):
     def program(rank, ddp, optimizer):
-        has_no_shard = any(not group["params"][0].numel() for group in optimizer.sharding.twin.param_groups)
+        has_no_shard = any(not group["params"][0].numel() for group in optimizer.sharding.updates[0].twin.param_groups)
         train(ddp, optimizer, range(3))
         if path == "rebuild":
             ddp.rebuild()

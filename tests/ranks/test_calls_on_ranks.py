@@ -34,7 +34,7 @@ class Run:
 
     def momentum(self) -> dict[str, Any]:
         state: dict[str, Any]
-        (state,) = self.optimizer.sharding.twin.state.values()
+        (state,) = self.optimizer.sharding.updates[0].twin.state.values()
         return state
 
 
