@@ -3,6 +3,7 @@
 from megabucket.comm.communicator import (
     AllGather,
     AllReduce,
+    AllToAll,
     Batch,
     Broadcast,
     Call,
@@ -24,6 +25,7 @@ __all__ = [
     "Accelerator",
     "AllGather",
     "AllReduce",
+    "AllToAll",
     "Arrival",
     "Batch",
     "Broadcast",

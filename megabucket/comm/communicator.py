@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import enum
 import itertools
+import operator
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,7 +81,25 @@ class Broadcast:
     kind = CollectiveKind.BROADCAST
 
 
-Call = AllReduce | ReduceScatter | AllGather | Broadcast
+@dataclass(frozen=True, slots=True, eq=False)
+class AllToAll:
+    """Send a part of ``sent`` to each rank and receive a part of ``received`` from each, both in rank order.
+
+    Sizes differ between ranks: any part may be empty, and a rank may send or receive nothing at all. The own part is copied. The
+    two tensors have no memory in common.
+    """
+
+    received: torch.Tensor  # 1D, contiguous
+    sent: torch.Tensor  # 1D, contiguous, the same dtype
+    received_numels: tuple[int, ...]  # by source rank; the own part included
+    sent_numels: tuple[int, ...]  # by destination rank; the own part included
+    kind = CollectiveKind.ALL_TO_ALL
+
+
+BufferCall = AllReduce | ReduceScatter | AllGather | Broadcast
+"""A call on a buffer, ``full``, that has the same size on all ranks."""
+
+Call = BufferCall | AllToAll
 
 
 class Batch(tuple[Call, ...]):  # noqa: SLOT001 - a tuple has no room for an attribute otherwise
@@ -149,6 +169,33 @@ class DoneHandle(Handle):
     def poll(self) -> bool:
         """Return at once."""
         return True
+
+
+class LocalCopyHandle(Handle):
+    """A launch of all-to-alls on one rank, which copies what it sends to itself."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self._copies = [
+            partial(torch.Tensor.copy_, call.received.data, call.sent.data) for call in calls if isinstance(call, AllToAll)
+        ]
+        self._copied: list[torch.Tensor] = []  # filled by a single C call
+
+    @property
+    def is_started(self) -> bool:
+        """Whether the copies were made."""
+        return bool(self._copied)
+
+    def start(self) -> None:
+        """Copy, unless that was done before."""
+        if not self._copied:
+            self._copied.extend(map(_call, self._copies))
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def poll(self) -> bool:
+        """Return whether the copies were made."""
+        return self.is_started
 
 
 class Recorders:
@@ -274,22 +321,24 @@ class Communicator(ABC):
         return torch.empty(numel, dtype=dtype, device=device)
 
     def prepare(self, calls: Sequence[Call]) -> Batch:
-        """Return the calls as a batch for many launches. Calls on empty tensors are left out.
+        """Return the calls as a batch for many launches. Calls on empty tensors are left out, except all-to-alls.
 
         A back-end plans a batch once, at its first launch, and may keep memory for it; other calls are planned at each launch.
         """
-        return Batch(call for call in calls if call.full.numel())
+        return Batch(call for call in calls if isinstance(call, AllToAll) or call.full.numel())
 
     def handle(self, calls: Sequence[Call], *, label: str) -> Handle:
         """Return a launch of calls of one kind that has not started.
 
-        Calls on empty tensors are dropped: all ranks hold the same layout, so all of them drop the same ones.
+        Calls on empty tensors are dropped: all ranks hold the same layout, so all of them drop the same ones. An all-to-all is
+        never dropped, because its sizes differ between ranks.
 
         Args:
             label: names the batch in traces and errors.
 
         Raises:
-            InvariantError: the calls are of different kinds, or a shard is not this rank's part of its buffer.
+            InvariantError: the calls are of different kinds, a shard is not this rank's part of its buffer, or the parts of an
+                all-to-all do not fit its tensors.
         """
         batch = calls if isinstance(calls, Batch) else self.prepare(calls)
         if not batch:
@@ -297,9 +346,11 @@ class Communicator(ABC):
         record = batch.record
         if record is None or record.label != label or record.num_ranks != self.size:
             self._check(batch, label)
-            payload_bytes = sum(call.full.nbytes for call in batch)
+            payload_bytes = sum(_payload_bytes(call, self.rank) for call in batch)
             record = batch.record = CollectiveRecord(batch[0].kind, label, len(batch), payload_bytes, num_ranks=self.size)
-        return DoneHandle() if self.size == 1 else self._handle(batch, record, is_kept=batch is calls)
+        if self.size == 1:
+            return LocalCopyHandle(batch) if isinstance(batch[0], AllToAll) else DoneHandle()
+        return self._handle(batch, record, is_kept=batch is calls)
 
     def launch(self, calls: Sequence[Call], *, label: str) -> Handle:
         """Start a launch of calls of one kind and return its handle. See ``handle``.
@@ -364,6 +415,41 @@ class Communicator(ABC):
                         f"{label}: a shard of {call.shard.numel()} elements is not part {self.rank} of {self.size} of a buffer "
                         f"of {call.full.numel()}"
                     )
+            elif isinstance(call, AllToAll) and (problem := self._problem_of_parts(call)):
+                raise InvariantError(f"{label}: {problem}")
+
+    def _problem_of_parts(self, call: AllToAll) -> str:
+        """Return what is wrong with the parts of an all-to-all; empty if nothing."""
+        for name, numels, tensor in (
+            ("received", call.received_numels, call.received),
+            ("sent", call.sent_numels, call.sent),
+        ):
+            if len(numels) != self.size:
+                return f"an all-to-all of {self.size} ranks has {len(numels)} {name} parts, it needs one for each rank"
+            if tensor.dim() != 1 or not tensor.is_contiguous():
+                return f"the {name} tensor of an all-to-all must be 1D and contiguous, got {list(tensor.shape)}"
+            if min(numels) < 0 or sum(numels) != tensor.numel():
+                return (
+                    f"the {name} parts of an all-to-all, {list(numels)}, do not make up its tensor of {tensor.numel()} elements"
+                )
+        if call.received.dtype != call.sent.dtype:
+            return f"an all-to-all receives {call.received.dtype} but sends {call.sent.dtype}"
+        if call.received_numels[self.rank] != call.sent_numels[self.rank]:
+            return (
+                f"rank {self.rank} sends {call.sent_numels[self.rank]} elements to itself but receives "
+                f"{call.received_numels[self.rank]} from itself"
+            )
+        return ""
+
+
+_call = operator.methodcaller("__call__")
+
+
+def _payload_bytes(call: Call, rank: int) -> int:
+    """Return the bytes of a call as ``CollectiveRecord`` counts them."""
+    if isinstance(call, AllToAll):
+        return call.sent.nbytes - call.sent_numels[rank] * call.sent.element_size()
+    return call.full.nbytes
 
 
 class ReplicaReducer:

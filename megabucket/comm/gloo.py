@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from megabucket.comm.communicator import AllGather, AllReduce, Broadcast, Call, ReduceOp, ReduceScatter
+from megabucket.comm.communicator import AllGather, AllReduce, Broadcast, BufferCall, Call, ReduceOp, ReduceScatter
 from megabucket.comm.plan import BLOCK_NUMEL, Operation, Plan, divisions
 
 _MOST_RANKS: Final = 8  # more ranks were not measured
@@ -78,11 +78,11 @@ class GlooPlan(Plan):
             own = parts[self._rank]
             if self._size == 2:
                 # The own part is sent, and the other part received, directly in the buffer.
-                self._add_all_to_all(own, parts[1 - self._rank], self._sizes_of_two(own))
+                self._add_exchange(own, parts[1 - self._rank], self._sizes_of_two(own))
             elif full.nbytes <= _SMALL_GATHER_BYTES:
                 sent = torch.empty_like(full)
                 self.copies.append((sent.view(self._size, -1), own))
-                self._add_all_to_all(sent, full, [own.nbytes] * self._size)
+                self._add_exchange(sent, full, [own.nbytes] * self._size)
             else:
                 self.starts += [self._start_of([Broadcast(part, root)]) for root, part in enumerate(parts)]
 
@@ -111,7 +111,7 @@ def _is_small(call: AllReduce, room_bytes: int | None, *, size: int) -> bool:
 # Sums of received parts #
 
 
-def places_in_sums(calls: Sequence[Call]) -> list[tuple[int, int]]:
+def places_in_sums(calls: Sequence[BufferCall]) -> list[tuple[int, int]]:
     """Return, for each call, its offset in the tensor that gloo would all-reduce, and the length of that tensor.
 
     Gloo all-reduces several tensors as one concatenated tensor, which determines the order of additions.

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from megabucket.comm.communicator import AllGather, AllReduce, Broadcast, Call, ReduceOp, ReduceScatter
+from megabucket.comm.communicator import AllGather, AllReduce, AllToAll, Broadcast, BufferCall, Call, ReduceOp, ReduceScatter
 from megabucket.comm.device import Accelerator
 
 BLOCK_NUMEL: Final = 1 << 16
@@ -38,7 +38,7 @@ class Start(NamedTuple):
 class Plan:
     """The operations of one batch: copies, collectives, and in-place operations after these are complete.
 
-    All ranks make the same plan.
+    All ranks make the same plan, except for the sizes of an ``AllToAll``.
 
     Collectives get aliases of tensors that C++ owns as well, so that gloo's threads never need the GIL to release them. A gloo
     thread drops its reference after the waiting thread has gone on. If Python were the only other owner, the drop would need
@@ -67,11 +67,12 @@ class Plan:
         Args:
             can_coalesce_gathers: false over gloo, where it corrupts the heap (docs/decisions/gloo.md).
         """
-        alone = isinstance(calls[0], Broadcast) or (isinstance(calls[0], AllGather) and not can_coalesce_gathers)
+        alone = isinstance(calls[0], Broadcast | AllToAll) or (isinstance(calls[0], AllGather) and not can_coalesce_gathers)
         batches: dict[object, list[Call]] = {}
         for index, call in enumerate(calls):
             # Torch coalesces one reduce op and one dtype at a time.
-            batches.setdefault(index if alone else (call.full.dtype, getattr(call, "op", None)), []).append(call)
+            key = index if alone or isinstance(call, AllToAll) else (call.full.dtype, getattr(call, "op", None))
+            batches.setdefault(key, []).append(call)
         self.starts += [self._start_of(batch) for batch in batches.values()]
         self.after += divisions(calls)
 
@@ -102,7 +103,7 @@ class Plan:
         """Add on a device, where few launches matter most. Its kernel decides the order of additions."""
         full, shard = call.full.data, call.shard.data
         received = torch.empty_like(full)
-        self._add_all_to_all(full, received, [shard.nbytes] * self._size)
+        self._add_exchange(full, received, [shard.nbytes] * self._size)
         total = torch.empty(shard.shape, dtype=torch.float32, device=full.device)
         add_up = torch.mean if call.op is ReduceOp.AVG else torch.sum
         self.after.append(partial(add_up, received.view(self._size, -1), 0, dtype=torch.float32, out=total))
@@ -118,11 +119,11 @@ class Plan:
 
     def _exchange_of_two(self, sent: torch.Tensor, own: torch.Tensor) -> list[torch.Tensor]:
         received = torch.empty_like(own)
-        self._add_all_to_all(sent, received, self._sizes_of_two(own))
+        self._add_exchange(sent, received, self._sizes_of_two(own))
         return [own, received] if self._rank == 0 else [received, own]
 
     def _exchange_parts(self, sent: torch.Tensor, received: torch.Tensor, own: torch.Tensor) -> list[torch.Tensor]:
-        self._add_all_to_all(sent, received, [own.nbytes] * self._size)
+        self._add_exchange(sent, received, [own.nbytes] * self._size)
         parts = list(received.view(self._size, -1).unbind())
         parts[self._rank] = own
         return parts
@@ -131,20 +132,30 @@ class Plan:
         """Return the bytes that one of two ranks sends to each rank; its own part stays in place."""
         return [0, part.nbytes] if self._rank == 0 else [part.nbytes, 0]
 
-    def _add_all_to_all(self, sent: torch.Tensor, received: torch.Tensor, sizes: Sequence[int]) -> None:
-        """Exchange ``sizes`` bytes with the ranks, in rank order."""
+    def _add_exchange(self, sent: torch.Tensor, received: torch.Tensor, sizes: Sequence[int]) -> None:
+        """Send ``sizes`` bytes to the ranks, in rank order, and receive as many from each."""
+        self.starts.append(self._all_to_all(sent, received, sent_bytes=sizes, received_bytes=sizes))
+
+    def _all_to_all(
+        self, sent: torch.Tensor, received: torch.Tensor, *, sent_bytes: Sequence[int], received_bytes: Sequence[int]
+    ) -> Start:
         source, target = self._bytes_of(sent), self._bytes_of(received)
-        arguments = (target, source, list(sizes), list(sizes), _options(c10d.AllToAllOptions))
-        self.starts.append(Start("alltoall_base", arguments, (source, target)))
+        arguments = (target, source, list(received_bytes), list(sent_bytes), _options(c10d.AllToAllOptions))
+        return Start("alltoall_base", arguments, (source, target))
 
     def _start_of(self, calls: Sequence[Call]) -> Start:
-        """Return one collective for calls of one kind, dtype and reduce op."""
+        """Return one collective for calls of one kind, dtype and reduce op; an ``AllToAll`` or a ``Broadcast`` is alone."""
         # Names of torch 2.11, which later versions keep as aliases.
         first, is_one = calls[0], len(calls) == 1
+        if isinstance(first, AllToAll):
+            itemsize = first.sent.element_size()
+            sent_bytes = [numel * itemsize for numel in first.sent_numels]
+            received_bytes = [numel * itemsize for numel in first.received_numels]
+            return self._all_to_all(first.sent, first.received, sent_bytes=sent_bytes, received_bytes=received_bytes)
         if isinstance(first, Broadcast):
             tensor = self._bytes_of(first.full)
             return Start("broadcast", ([tensor], _options(c10d.BroadcastOptions, root=first.root)), (tensor,))
-        fulls = [self._alias(call.full) for call in calls]
+        fulls = [self._alias(call.full) for call in calls if isinstance(call, BufferCall)]
         if isinstance(first, AllReduce):
             options = _options(c10d.AllreduceOptions if is_one else c10d.AllreduceCoalescedOptions, op=first.op)
             return Start("allreduce" if is_one else "allreduce_coalesced", (fulls, options), tuple(fulls))

@@ -10,6 +10,9 @@ all-reduce              the same, then each rank reads the parts that the others
 all-gather              each rank reads the other ranks' parts into their places
 ======================  =================================================================================================
 
+An all-to-all is passed on: its sizes differ between ranks, so they would not agree by themselves on what is large, nor know
+where their parts begin in the memory of the others.
+
 The bits are those of gloo's own collectives. The threads synchronize over Unix sockets: first they exchange the addresses of
 the tensors of a launch, so each knows that all have launched; then, after each stage, whether the reads succeeded. A job is
 done when all ranks have read, so after its own wait a rank may overwrite its memory, and no wait depends on another rank's
@@ -39,6 +42,7 @@ from megabucket.comm.communicator import (
     AllGather,
     AllReduce,
     Batch,
+    BufferCall,
     Call,
     Communicator,
     ForwardingCommunicator,
@@ -78,7 +82,8 @@ class SameHostCommunicator(ForwardingCommunicator):
     def _handle(self, batch: Batch, record: CollectiveRecord, *, is_kept: bool) -> Handle:
         if is_kept and batch.plan is None and can_copy(batch):
             # A tuple, not the batch itself: a reference cycle would keep buffers until the garbage collector runs.
-            batch.plan = _Copies(tuple(batch), self._memory, self._sockets, rank=self.rank, size=self.size)
+            calls = tuple(call for call in batch if isinstance(call, BufferCall))
+            batch.plan = _Copies(calls, self._memory, self._sockets, rank=self.rank, size=self.size)
         copies = batch.plan
         if not isinstance(copies, _Copies):
             return self.handle_on_inner(batch, label=record.label, is_kept=is_kept)
@@ -116,11 +121,12 @@ def with_same_host_copies(communicator: Communicator, device: torch.device) -> C
 
 def can_copy(calls: Sequence[Call]) -> bool:
     """Return whether a batch of calls of one kind can run as copies and is large enough. The same on all ranks."""
-    is_worth_it = len(calls) <= _MOST_CALLS and sum(call.full.nbytes for call in calls) >= LEAST_BYTES
-    return is_worth_it and all(_is_readable(call) for call in calls)
+    buffers = [call for call in calls if isinstance(call, BufferCall) and _is_readable(call)]
+    is_worth_it = len(calls) <= _MOST_CALLS and sum(call.full.nbytes for call in buffers) >= LEAST_BYTES
+    return is_worth_it and len(buffers) == len(calls)
 
 
-def _is_readable(call: Call) -> bool:
+def _is_readable(call: BufferCall) -> bool:
     if isinstance(call, ReduceScatter):
         return call.op is not ReduceOp.MAX and not call.in_fp32
     if isinstance(call, AllReduce):
@@ -135,7 +141,7 @@ _Action = tuple[Operation, int, int]
 class _Copies:
     """Runs one batch on one rank by copying, on the thread. It is planned again if the tensors of a rank have moved."""
 
-    def __init__(self, calls: Sequence[Call], memory: PeerMemory, sockets: PeerSockets, *, rank: int, size: int) -> None:
+    def __init__(self, calls: Sequence[BufferCall], memory: PeerMemory, sockets: PeerSockets, *, rank: int, size: int) -> None:
         self._calls, self._memory, self._sockets = calls, memory, sockets
         self._rank, self._size = rank, size
         self._others = [(rank + hops) % size for hops in range(1, size)]
@@ -193,7 +199,7 @@ class _Copies:
         for index, (call, (start, numel)) in enumerate(zip(self._calls, places_in_sums(self._calls), strict=True)):
             yield from self._sum_one(call, [of_rank[index] for of_rank in self._addresses], start, numel)
 
-    def _sum_one(self, call: Call, addresses: Sequence[int], start: int, numel: int) -> Iterator[_Action]:
+    def _sum_one(self, call: BufferCall, addresses: Sequence[int], start: int, numel: int) -> Iterator[_Action]:
         full = call.full.data
         own, itemsize = self._part(full, self._rank), full.element_size()
         offset = (own.data_ptr() - full.data_ptr()) // itemsize

@@ -31,6 +31,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from megabucket.comm.communicator import (
+    AllToAll,
     Batch,
     Communicator,
     Finding,
@@ -159,10 +160,11 @@ class _Channel(Communicator):
 
     @torch.inference_mode(False)  # memory of a kept plan is used by later launches
     def _plan(self, batch: Batch, *, is_kept: bool) -> Plan:
-        backend = self._backend(batch[0].full.device)
+        device = first.sent.device if isinstance(first := batch[0], AllToAll) else first.full.device
+        backend = self._backend(device)
         kind = GlooPlan if backend.name == _GLOO else Plan
         plan = kind(rank=self.rank, size=self.size, waits_like_gloo=backend.waits_like_gloo, is_kept=is_kept)
-        plan.accelerator = Accelerator.of(batch[0].full.device)
+        plan.accelerator = Accelerator.of(device)
         wide = [call for call in batch if isinstance(call, ReduceScatter) and call.in_fp32]
         rest = [call for call in batch if call not in wide]
         plan.add_in_fp32(wide)

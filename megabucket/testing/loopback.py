@@ -20,8 +20,19 @@ from typing import Literal, TypeVar
 
 import torch
 
-from megabucket.comm import AllGather, AllReduce, Batch, Broadcast, Call, Communicator, Handle, ReduceOp, ReduceScatter
-from megabucket.comm.communicator import Finding, RankState
+from megabucket.comm import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Batch,
+    Broadcast,
+    Call,
+    Communicator,
+    Handle,
+    ReduceOp,
+    ReduceScatter,
+)
+from megabucket.comm.communicator import BufferCall, Finding, RankState
 from megabucket.errors import CollectiveError
 from megabucket.trace.clock import HostClock
 from megabucket.trace.recorder import CollectiveRecord, Launch, Recorder
@@ -66,14 +77,22 @@ class InFlightWriteError(CollectiveError):
 
 
 def _describe(call: Call, members: Sequence[int]) -> str:
-    """Return kind, reduce op or root, numel and dtype of a call, on which ranks must agree."""
+    """Return kind, reduce op or root, numel and dtype of a call, on which ranks must agree; no numel of an all-to-all."""
+    if isinstance(call, AllToAll):
+        return f"{call.kind.value} of {_name(call.sent.dtype)}"
     how = f" {call.op.value}" if isinstance(call, AllReduce | ReduceScatter) else ""
     if isinstance(call, Broadcast) and call.root:
         how = f" from rank {members[call.root]}"
-    return f"{call.kind.value}{how} of {call.full.numel()} x {str(call.full.dtype).removeprefix('torch.')}"
+    return f"{call.kind.value}{how} of {call.full.numel()} x {_name(call.full.dtype)}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _input(call: Call) -> torch.Tensor:
+    if isinstance(call, AllToAll):
+        return call.sent
     return call.shard if isinstance(call, AllGather) else call.full
 
 
@@ -102,10 +121,30 @@ class _Collective:
             raise MismatchedCollectiveError(
                 sequence=self.sequence, rank=rank, call=text, other_rank=other_rank, other_call=other_text
             )
+        for other_rank in self.batches:
+            self._check_parts(rank, calls, text, other_rank)
         self.missing.discard(rank)
         self.batches[rank] = calls
         self.texts[rank] = text
         self.inputs_at_launch[rank] = [_input(call).detach().clone() for call in calls]
+
+    def _check_parts(self, rank: int, calls: Sequence[Call], text: str, other_rank: int) -> None:
+        """Check that two ranks agree on what they send each other in all-to-alls."""
+        members = self._channel.members
+        one, other = members.index(rank), members.index(other_rank)
+        for call, theirs in zip(calls, self.batches[other_rank], strict=True):
+            if not isinstance(call, AllToAll) or not isinstance(theirs, AllToAll):
+                return
+            sent, received = call.sent_numels[other], call.received_numels[other]
+            their_sent, their_received = theirs.sent_numels[one], theirs.received_numels[one]
+            if (sent, received) != (their_received, their_sent):
+                raise MismatchedCollectiveError(
+                    sequence=self.sequence,
+                    rank=rank,
+                    call=f"{text} with {sent} elements for rank {other_rank} and {received} from it",
+                    other_rank=other_rank,
+                    other_call=f"{self.texts[other_rank]} with {their_sent} for rank {rank} and {their_received} from it",
+                )
 
     def complete(self) -> None:
         ranks = self._channel.members
@@ -130,6 +169,20 @@ class _Collective:
 
 def _execute(calls: Sequence[Call], inputs: Sequence[torch.Tensor]) -> None:
     """Write the result of one collective to all ranks; ``calls[r]`` and ``inputs[r]`` belong to rank ``r`` of the group."""
+    if isinstance(calls[0], AllToAll):
+        _exchange_parts([call for call in calls if isinstance(call, AllToAll)], inputs)
+    else:
+        _combine([call for call in calls if isinstance(call, BufferCall)], inputs)
+
+
+def _exchange_parts(calls: Sequence[AllToAll], inputs: Sequence[torch.Tensor]) -> None:
+    parts = [sent.split(call.sent_numels) for call, sent in zip(calls, inputs, strict=True)]  # by source, then by destination
+    for rank, call in enumerate(calls):
+        for target, of_source in zip(call.received.detach().split(call.received_numels), parts, strict=True):
+            target.copy_(of_source[rank])
+
+
+def _combine(calls: Sequence[BufferCall], inputs: Sequence[torch.Tensor]) -> None:
     first = calls[0]
     if isinstance(first, Broadcast):
         result = inputs[first.root]

@@ -28,13 +28,15 @@ class CollectiveKind(enum.Enum):
     REDUCE_SCATTER = "reduce_scatter"
     ALL_GATHER = "all_gather"
     BROADCAST = "broadcast"
+    ALL_TO_ALL = "all_to_all"
 
     @property
     def ring_passes(self) -> int:
         """How often the whole buffer goes round the ring: ``n - 1`` steps and ``S (n-1)/n`` bytes of each rank per pass.
 
         Two for an all-reduce, which is a reduce-scatter and an all-gather; one for everything else (Patarasuk and Yuan,
-        "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009).
+        "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009). An all-to-all is no ring, but also
+        takes ``n - 1`` steps: a message to each other rank.
         """
         return 2 if self is CollectiveKind.ALL_REDUCE else 1
 
@@ -58,7 +60,8 @@ class Interval:
 class CollectiveRecord:
     """One launch of the communicator: a batch of ``num_calls`` calls of one kind.
 
-    ``payload_bytes`` is the size of the full buffers (not of shards), summed over the batch.
+    ``payload_bytes`` is the size of the full buffers (not of shards), summed over the batch. For an all-to-all, whose sizes
+    differ between ranks, it is the bytes that this rank sends to other ranks; its own part is not counted.
     """
 
     kind: CollectiveKind
@@ -72,8 +75,11 @@ class CollectiveRecord:
         """Least bytes that each rank sends, on average over the ranks, with a bandwidth-optimal algorithm.
 
         For ``n`` ranks and ``S`` bytes: all-reduce ``2 S (n-1)/n``; reduce-scatter, all-gather and broadcast
-        ``S (n-1)/n`` (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009).
+        ``S (n-1)/n`` (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009). For an all-to-all the bytes
+        that this rank sends: ``S``.
         """
+        if self.kind is CollectiveKind.ALL_TO_ALL:
+            return self.payload_bytes
         return self.kind.ring_passes * self.payload_bytes * (self.num_ranks - 1) / self.num_ranks
 
 
