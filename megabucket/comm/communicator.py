@@ -85,8 +85,8 @@ class Broadcast:
 class AllToAll:
     """Send a part of ``sent`` to each rank and receive a part of ``received`` from each, both in rank order.
 
-    Sizes differ between ranks: any part may be empty, and a rank may send or receive nothing at all. The own part is copied. The
-    two tensors have no memory in common.
+    Sizes differ between ranks: any part may be empty, and a rank may send or receive nothing at all. The own part is copied.
+    The two tensors have no memory in common.
     """
 
     received: torch.Tensor  # 1D, contiguous

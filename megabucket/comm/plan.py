@@ -176,6 +176,8 @@ class Plan:
 
     def _bytes_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return an alias of the bytes of a tensor: gloo supports neither bool (masks) nor int16."""
+        if not tensor.numel():  # it may have a stride of 0, and then no view as bytes
+            return self._alias(tensor.new_empty(0, dtype=torch.uint8))
         is_bytes = tensor.dtype == torch.uint8 and tensor.dim() == 1
         return self._alias(tensor if is_bytes else tensor.view(-1).view(torch.uint8))
 

@@ -17,7 +17,18 @@ from typing import Final
 import numpy as np
 import torch
 
-from megabucket.comm import Accelerator, AllGather, AllReduce, Batch, Broadcast, Call, Communicator, ReduceScatter, exchange
+from megabucket.comm import (
+    Accelerator,
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Batch,
+    Broadcast,
+    Call,
+    Communicator,
+    ReduceScatter,
+    exchange,
+)
 from megabucket.errors import ConfigError
 from megabucket.measure.ranks import Note, silent
 from megabucket.trace import CollectiveKind
@@ -37,7 +48,7 @@ class Cell:
 
     kind: CollectiveKind
     dtype: str
-    num_bytes: int  # of the full buffer
+    num_bytes: int  # of the full buffer; of an all-to-all, those that each rank sends to others
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +163,24 @@ def _make_batches(
     batches = []
     for cell, count in zip(cells, counts, strict=True):
         fulls = buffer[: count * cell.num_bytes].view(getattr(torch, cell.dtype)).view(count, -1)
-        batches.append([communicator.prepare([_call(cell.kind, full, communicator)]) for full in fulls])
+        if cell.kind is CollectiveKind.ALL_TO_ALL:
+            batches.append([communicator.prepare([_all_to_all(full, communicator)]) for full in fulls])
+        else:
+            batches.append([communicator.prepare([_call(cell.kind, full, communicator)]) for full in fulls])
     return batches
+
+
+def _all_to_all(sent: torch.Tensor, communicator: Communicator) -> Call:
+    """Return an all-to-all of a whole buffer to the other ranks, in parts as equal as can be."""
+    others = communicator.size - 1
+    numels = [0] + [(sent.numel() + place) // others for place in range(others)]  # by distance between the ranks
+    ranks = range(communicator.size)
+    return AllToAll(
+        torch.zeros_like(sent),
+        sent,
+        received_numels=tuple(numels[(communicator.rank - source) % communicator.size] for source in ranks),
+        sent_numels=tuple(numels[(destination - communicator.rank) % communicator.size] for destination in ranks),
+    )
 
 
 def _call(kind: CollectiveKind, full: torch.Tensor, communicator: Communicator) -> Call:

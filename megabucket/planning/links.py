@@ -2,7 +2,8 @@
 
 ``n`` ranks and a full buffer of ``S`` bytes. The formulas are those of bandwidth-optimal ring algorithms (Patarasuk and Yuan,
 "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009): ``n - 1`` steps for a reduce-scatter, an
-all-gather or a pipelined broadcast, twice as many for an all-reduce, ``S / n`` bytes in each.
+all-gather or a pipelined broadcast, twice as many for an all-reduce, ``S / n`` bytes in each. An all-to-all is ``n - 1``
+messages, one after the other; its ``S`` is the most bytes that a rank sends to others.
 
 The simulator sends no collective without bytes, so a link is not asked for one.
 """
@@ -67,6 +68,8 @@ class Link(Section):
     def collective_s(self, kind: CollectiveKind, payload_bytes: float, num_ranks: int, dtype: str = "float32") -> float:
         """Return the seconds of one collective; ``payload_bytes`` is the full buffer, as in ``CollectiveRecord``.
 
+        For an all-to-all it is the largest number of bytes that a rank sends to others.
+
         Raises:
             ConfigError: the link cannot say.
         """
@@ -104,7 +107,10 @@ class FlatLink(Link):
 
 
 class RingLink(Link):
-    """A ring of ranks: ``2 (n-1) latency + 2 S (n-1)/n / bandwidth`` for an all-reduce of ``S`` bytes, half for the others."""
+    """A ring of ranks: ``2 (n-1) latency + 2 S (n-1)/n / bandwidth`` for an all-reduce of ``S`` bytes, half for the others.
+
+    An all-to-all takes ``(n-1) latency + S / bandwidth``, with ``S`` the most bytes that a rank sends to others.
+    """
 
     kind: Literal["ring"] = "ring"
     """Chooses this form of the section."""
@@ -122,7 +128,9 @@ class RingLink(Link):
         >>> round(ring.collective_s(CollectiveKind.ALL_REDUCE, 7e9 * 2, 1024), 3)  # 7B parameters in bfloat16
         0.186
         """
-        steps = (num_ranks - 1) * (2 if kind is CollectiveKind.ALL_REDUCE else 1)
+        steps = (num_ranks - 1) * kind.ring_passes
+        if kind is CollectiveKind.ALL_TO_ALL:
+            return Affine(steps * self.latency_s, 1 / self.bytes_per_s)
         return Affine(steps * self.latency_s, steps / num_ranks / self.bytes_per_s)
 
 
@@ -130,7 +138,8 @@ class TwoLevelLink(Link):
     """Equal nodes: a ring inside each, and rings between them, used by hierarchical algorithms.
 
     An all-reduce is a reduce-scatter inside, an all-reduce of ``S / ranks_per_node`` between and an all-gather inside; a
-    reduce-scatter or an all-gather leaves one half of that out.
+    reduce-scatter or an all-gather leaves one half of that out. An all-to-all sends each other rank a message of the same size,
+    inside or between.
     """
 
     kind: Literal["two_level"] = "two_level"
@@ -157,6 +166,11 @@ class TwoLevelLink(Link):
                 f"num_ranks={num_ranks} is more than one node and not a multiple of ranks_per_node={self.ranks_per_node}, so "
                 "the hierarchical algorithm does not apply; use whole nodes, or a ring link"
             )
+        if kind is CollectiveKind.ALL_TO_ALL:
+            num_inside, num_between = per_node - 1, num_ranks - per_node  # other ranks
+            latency_s = num_inside * self.inside.latency_s + num_between * self.between.latency_s
+            seconds = num_inside / self.inside.bytes_per_s + num_between / self.between.bytes_per_s
+            return Affine(latency_s, seconds / max(num_ranks - 1, 1))
         inside = self.inside.affine(kind, per_node, dtype)  # both halves of an all-reduce, or the one half of the others
         between = self.between.affine(kind, num_ranks // per_node, dtype)
         return Affine(inside.latency_s + between.latency_s, inside.seconds_per_byte + between.seconds_per_byte / per_node)
@@ -165,8 +179,8 @@ class TwoLevelLink(Link):
 class ReplicatedLink(Link):
     """A grid of replicas, each of ``num_ranks`` shards: a reduce-scatter inside, then an all-reduce of the shard over replicas.
 
-    An all-gather stays inside; an all-reduce and a broadcast go over all ranks. Ranks of one replica are neighbours, so two
-    levels have fewer replicas of a shard in a node, or one.
+    An all-gather and an all-to-all stay inside; an all-reduce and a broadcast go over all ranks. Ranks of one replica are
+    neighbours, so two levels have fewer replicas of a shard in a node, or one.
     """
 
     link: Link
@@ -214,7 +228,7 @@ class ReplicatedLink(Link):
 
     def _inside(self, kind: CollectiveKind, num_ranks: int) -> int:
         """Return the ranks that take part in the first collective."""
-        is_in_replica = kind in {CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_GATHER}
+        is_in_replica = kind in {CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_GATHER, CollectiveKind.ALL_TO_ALL}
         return num_ranks if is_in_replica else num_ranks * self.num_instances
 
     def _over(self, num_ranks: int) -> Link:
@@ -235,14 +249,17 @@ def _both(inside: Affine, over: Affine, num_shards: int) -> Affine:
 class LinkTable(Section):
     """Measured times of one operation and dtype."""
 
-    operation: Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
+    operation: Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"]
     """The collective."""
 
     dtype: Annotated[str, at.Len(1, 40)] = "float32"
     """Dtype of the buffers."""
 
     points: Annotated[_Pairs, at.MinLen(2)]
-    """At least two pairs of bytes (of the full buffer) and seconds, by increasing bytes."""
+    """At least two pairs of bytes (of the full buffer) and seconds, by increasing bytes.
+
+    Bytes of an ``all_to_all`` are those that a rank sends to others.
+    """
 
     spread_s: _Pairs = ()
     """Lower and upper quartile of the repetitions behind each point. Shown, never used."""
@@ -268,7 +285,10 @@ class MeasuredLink(Link):
     """Ranks that measured; nothing is said about other numbers."""
 
     tables: Annotated[tuple[LinkTable, ...], BeforeValidator(read_tuple), at.Len(1, 100)]
-    """One table for each operation and dtype. A dtype that was not measured takes the times of one that was."""
+    """One table for each operation and dtype. A dtype that was not measured takes the times of one that was.
+
+    An ``all_to_all`` that was not measured takes the times of the ``all_gather`` in which a rank sends as many bytes.
+    """
 
     facts: Annotated[dict[str, Fact], at.MaxLen(100)] = Field(default_factory=dict)
     """Where it was measured: device, backend, versions. Shown, never used."""
@@ -299,6 +319,9 @@ class MeasuredLink(Link):
     def points(self, kind: CollectiveKind, num_ranks: int, dtype: str = "float32") -> tuple[Point, ...]:
         """Return the measured points of an operation, in the dtype or one that stands in for it: float32, else the first.
 
+        An all-to-all without a table has the points of the all-gather, with the bytes ``S (n-1)/n`` that a rank sends in it:
+        in both each rank sends to all others and receives from all others.
+
         Raises:
             ConfigError: the operation, or this number of ranks, was not measured.
         """
@@ -308,6 +331,13 @@ class MeasuredLink(Link):
                 "give a ring or two_level link, which are formulas"
             )
         tables = [table for table in self.tables if table.operation == kind.value]
+        if not tables and kind is CollectiveKind.ALL_TO_ALL:
+            sent_fraction = max(num_ranks - 1, 1) / num_ranks
+            tables = [
+                table.model_copy(update={"points": tuple((size * sent_fraction, seconds) for size, seconds in table.points)})
+                for table in self.tables
+                if table.operation == CollectiveKind.ALL_GATHER.value
+            ]
         if not tables:
             measured = ", ".join(sorted({table.operation for table in self.tables}))
             raise ConfigError(f"this link has no table for {kind.value}; it was measured for {measured}. Calibrate that too")

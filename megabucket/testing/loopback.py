@@ -135,15 +135,16 @@ class _Collective:
         for call, theirs in zip(calls, self.batches[other_rank], strict=True):
             if not isinstance(call, AllToAll) or not isinstance(theirs, AllToAll):
                 return
-            sent, received = call.sent_numels[other], call.received_numels[other]
-            their_sent, their_received = theirs.sent_numels[one], theirs.received_numels[one]
-            if (sent, received) != (their_received, their_sent):
+            parts = call.sent_numels[other], call.received_numels[other]
+            their_parts = theirs.sent_numels[one], theirs.received_numels[one]
+            if parts != their_parts[::-1]:
+                with_parts = "{} with {} elements for rank {} and {} from it"
                 raise MismatchedCollectiveError(
                     sequence=self.sequence,
                     rank=rank,
-                    call=f"{text} with {sent} elements for rank {other_rank} and {received} from it",
+                    call=with_parts.format(text, parts[0], other_rank, parts[1]),
                     other_rank=other_rank,
-                    other_call=f"{self.texts[other_rank]} with {their_sent} for rank {rank} and {their_received} from it",
+                    other_call=with_parts.format(self.texts[other_rank], their_parts[0], rank, their_parts[1]),
                 )
 
     def complete(self) -> None:
@@ -160,6 +161,8 @@ class _Collective:
         self.inputs_at_launch.clear()
 
     def _check_untouched(self, rank: int, now: torch.Tensor, before: torch.Tensor) -> None:
+        if not now.numel():
+            return
         # Bits, not values: 0.0 == -0.0 and nan != nan would hide some writes and invent others.
         bits, bits_before = _bits(now), _bits(before)
         if not torch.equal(bits, bits_before):

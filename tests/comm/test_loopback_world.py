@@ -3,12 +3,13 @@
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabucket.comm import AllGather, AllReduce, Broadcast, ReduceOp, ReduceScatter
+from megabucket.comm import AllGather, AllReduce, AllToAll, Broadcast, ReduceOp, ReduceScatter
 from megabucket.errors import CollectiveError, WrapperBrokenError
 from megabucket.testing import ListRecorder, LoopbackWorld
 from megabucket.testing.loopback import CollectiveDeadlockError, InFlightWriteError, MismatchedCollectiveError
@@ -104,6 +105,61 @@ class TestResults:
             handle.wait()
 
         assert all(torch.equal(tensor, torch.ones(shape).to(dtype)) for tensor in tensors)
+
+
+def tables_of_numels(size):
+    """How many elements each rank sends to each, by source, then by destination. Shrinks towards empty parts."""
+    rows = st.lists(st.integers(0, 4) | st.integers(0, 100), min_size=size, max_size=size)
+    return st.lists(rows, min_size=size, max_size=size).map(np.array)
+
+
+@given(
+    batch=st.integers(1, 5).flatmap(lambda size: st.lists(tables_of_numels(size), min_size=1, max_size=3)),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8]),
+    completion=st.sampled_from(["immediate", "manual"]),
+)
+def test_an_all_to_all_brings_every_part_to_its_rank(batch, dtype, completion):
+    world = LoopbackWorld(len(batch[0]), completion=completion)
+    calls, expected = [[] for _ in range(world.size)], [[] for _ in range(world.size)]
+    for table in batch:
+        values = [np.random.default_rng(source).integers(0, 100, numel) for source, numel in enumerate(table.sum(axis=1))]
+        stops = table.cumsum(axis=1)
+        for rank in range(world.size):
+            received, sent = torch.zeros(int(table[:, rank].sum())).to(dtype), torch.from_numpy(values[rank]).to(dtype)
+            calls[rank].append(AllToAll(received, sent, tuple(table[:, rank].tolist()), tuple(table[rank].tolist())))
+            parts = [values[source][stop - table[source, rank] : stop] for source, stop in enumerate(stops[:, rank])]
+            expected[rank].append(torch.from_numpy(np.concatenate(parts)).to(dtype))
+
+    for handle in launch_on_all(world, lambda rank: calls[rank]):
+        handle.wait()
+
+    for of_rank, expected_of_rank in zip(calls, expected, strict=True):
+        for call, result in zip(of_rank, expected_of_rank, strict=True):
+            assert torch.equal(call.received, result)
+
+
+def test_ranks_that_disagree_on_a_part_of_an_all_to_all_are_found():
+    world = LoopbackWorld(3)
+    world.communicator(0).launch([AllToAll(torch.zeros(4), torch.zeros(3), (1, 0, 3), (1, 0, 2))], label="pieces")
+    world.communicator(1).launch([AllToAll(torch.zeros(0), torch.zeros(0), (0, 0, 0), (0, 0, 0))], label="pieces")
+
+    with pytest.raises(MismatchedCollectiveError) as caught:
+        world.communicator(2).launch([AllToAll(torch.zeros(1), torch.zeros(3), (1, 0, 0), (3, 0, 0))], label="pieces")
+
+    assert (
+        "rank 0 launched pieces [all_to_all of float32] with 2 elements for rank 2 and 3 from it, rank 2 launched pieces "
+        "[all_to_all of float32] with 3 elements for rank 0 and 1 from it."
+    ) in str(caught.value)
+
+
+def test_a_write_into_what_an_all_to_all_sends_is_found():
+    world = LoopbackWorld(2, completion="manual")
+    sent = [torch.zeros(2), torch.zeros(2)]
+    handles = launch_on_all(world, lambda rank: [AllToAll(torch.zeros(2), sent[rank], (1, 1), (1, 1))])
+    sent[1][1] = 5.0
+
+    with pytest.raises(InFlightWriteError, match="changed while it was in flight, first at element 1"):
+        handles[0].wait()
 
 
 def test_sums_run_in_rank_order_in_the_dtype_of_the_tensors():

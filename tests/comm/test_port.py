@@ -3,7 +3,17 @@
 import pytest
 import torch
 
-from megabucket.comm import AllGather, AllReduce, Batch, Broadcast, Communicator, LocalCommunicator, ReduceOp, ReduceScatter
+from megabucket.comm import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Batch,
+    Broadcast,
+    Communicator,
+    LocalCommunicator,
+    ReduceOp,
+    ReduceScatter,
+)
 from megabucket.comm.communicator import DoneHandle
 from megabucket.errors import CollectiveError, InvariantError
 from megabucket.testing import ListRecorder, LoopbackWorld
@@ -35,6 +45,96 @@ def test_a_batch_of_nothing_but_empty_tensors_is_done_at_once_and_leaves_no_trac
     assert isinstance(handle, DoneHandle)
     assert world.schedule(0) == ()
     assert recorder.collectives == []
+
+
+def empty_all_to_all(size: int) -> AllToAll:
+    return AllToAll(torch.empty(0), torch.empty(0), (0,) * size, (0,) * size)
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_an_all_to_all_of_a_rank_that_sends_and_receives_nothing_is_not_dropped(is_prepared):
+    world, recorder = LoopbackWorld(2), ListRecorder()
+    communicator = world.communicator(0, recorder)
+    calls = [empty_all_to_all(2)]
+
+    handle = communicator.launch(communicator.prepare(calls) if is_prepared else calls, label="pieces")
+
+    assert world.schedule(0) == ("pieces [all_to_all of float32]",)
+    assert not handle.has_arrived()  # the other rank has not launched it
+    assert recorder.collectives == [CollectiveRecord(CollectiveKind.ALL_TO_ALL, "pieces", 1, payload_bytes=0, num_ranks=2)]
+
+
+def test_an_all_to_all_is_recorded_with_the_bytes_that_the_rank_sends_to_others():
+    recorder = ListRecorder()
+    calls = [
+        AllToAll(torch.zeros(7), torch.zeros(8), (3, 4, 0), (0, 4, 4)),
+        AllToAll(torch.zeros(0).bfloat16(), torch.zeros(5).bfloat16(), (0, 0, 0), (5, 0, 0)),
+    ]
+
+    LoopbackWorld(3).communicator(1, recorder).launch(calls, label="pieces")
+
+    (record,) = recorder.collectives
+    assert record.payload_bytes == (0 + 4) * 4 + (5 + 0) * 2
+    assert record.wire_bytes == record.payload_bytes
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            AllToAll(torch.zeros(3), torch.zeros(4), (3,), (2, 2)),
+            "an all-to-all of 2 ranks has 1 received parts, it needs one for each rank",
+        ),
+        (
+            AllToAll(torch.zeros(3), torch.zeros(4), (2, 1), (2, 1)),
+            "the sent parts of an all-to-all, [2, 1], do not make up its tensor of 4 elements",
+        ),
+        (
+            AllToAll(torch.zeros(3), torch.zeros(4), (5, -2), (2, 2)),
+            "the received parts of an all-to-all, [5, -2], do not make up its tensor of 3 elements",
+        ),
+        (
+            AllToAll(torch.zeros(1, 3), torch.zeros(3), (2, 1), (2, 1)),
+            "the received tensor of an all-to-all must be 1D and contiguous, got [1, 3]",
+        ),
+        (
+            AllToAll(torch.zeros(3), torch.zeros(6)[::2], (2, 1), (2, 1)),
+            "the sent tensor of an all-to-all must be 1D and contiguous, got [3]",
+        ),
+        (
+            AllToAll(torch.zeros(3), torch.zeros(3).bfloat16(), (2, 1), (2, 1)),
+            "an all-to-all receives torch.float32 but sends torch.bfloat16",
+        ),
+        (
+            AllToAll(torch.zeros(3), torch.zeros(4), (2, 1), (3, 1)),
+            "rank 0 sends 3 elements to itself but receives 2 from itself",
+        ),
+    ],
+)
+def test_parts_of_an_all_to_all_that_do_not_fit_are_our_bug_and_say_so(call, text):
+    with pytest.raises(InvariantError) as caught:
+        LoopbackWorld(2).communicator(0).handle([call], label="pieces")
+
+    assert str(caught.value) == f"pieces: {text}"
+
+
+def test_an_all_to_all_of_one_rank_is_a_copy_at_its_start():
+    communicator = LocalCommunicator()
+    calls = [AllToAll(torch.zeros(numel), torch.arange(1.0, numel + 1), (numel,), (numel,)) for numel in (2, 0, 3)]
+
+    handle = communicator.handle(calls, label="pieces")
+    before = [call.received.tolist() for call in calls]
+    is_started_before, is_done_before = handle.is_started, handle.poll()
+    handle.start()
+    calls[0].sent.fill_(9.0)
+    handle.start()
+    handle.wait()
+
+    assert (is_started_before, is_done_before) == (False, False)
+    assert before == [[0.0, 0.0], [], [0.0, 0.0, 0.0]]
+    assert handle.is_started
+    assert handle.poll()
+    assert [call.received.tolist() for call in calls] == [[1.0, 2.0], [], [1.0, 2.0, 3.0]]
 
 
 def test_an_empty_batch_is_done_at_once():

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from megabucket.comm import (
     AllGather,
     AllReduce,
+    AllToAll,
     Batch,
     Broadcast,
     Call,
@@ -29,7 +31,7 @@ from megabucket.trace.recorder import CollectiveRecord
 
 def launch(communicator: Communicator, calls: list[Call], label: str) -> Handle:
     """Launch below the port, which sends nothing for one rank."""
-    record = CollectiveRecord(calls[0].kind, label, len(calls), sum(call.full.nbytes for call in calls), num_ranks=1)
+    record = CollectiveRecord(calls[0].kind, label, len(calls), payload_bytes=0, num_ranks=1)
     handle = communicator._handle(Batch(calls), record, is_kept=False)
     handle.start()
     return handle
@@ -134,6 +136,18 @@ class TestLaunches:
         launch(ProcessGroupCommunicator(group), [AllGather(full, full[:]) for full in fulls], "a").wait()
 
         assert [full.tolist() for full in fulls] == [[1.0, 1.0], [2.0, 2.0, 2.0]]
+
+    def test_a_batch_of_all_to_alls_fills_every_tensor(self, group):
+        sent = [torch.arange(3.0), torch.from_numpy(np.array([])), torch.tensor([True])]  # the second one has a stride of 0
+        received = [torch.zeros_like(tensor) for tensor in sent]
+        calls = [
+            AllToAll(target, source, (source.numel(),), (source.numel(),))
+            for target, source in zip(received, sent, strict=True)
+        ]
+
+        launch(ProcessGroupCommunicator(group), calls, "a").wait()
+
+        assert [tensor.tolist() for tensor in received] == [[0.0, 1.0, 2.0], [], [True]]
 
     def test_a_batch_that_gloo_refuses_leaves_the_group_as_it_was(self, group):
         communicator = ProcessGroupCommunicator(group)

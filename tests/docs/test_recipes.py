@@ -96,6 +96,20 @@ def test_training_over_the_communicator_of_the_page_has_the_bits_of_the_loopback
         assert same_bits(params, params_there)
 
 
+def test_the_communicator_of_the_page_brings_each_rank_its_parts(recipe):
+    ranks = recipe["Ranks"](3)
+    received = [torch.zeros(rank) for rank in range(3)]  # of 0, 1 and 2 elements, all from rank 0
+
+    def exchange(rank):
+        sent = torch.arange(3.0) if rank == 0 else torch.zeros(0)
+        call = AllToAll(received[rank], sent, (rank, 0, 0), (0, 1, 2) if rank == 0 else (0, 0, 0))
+        recipe["ThreadCommunicator"](ranks, rank).launch([call], label="parts").wait()
+
+    in_threads(exchange, 3)
+
+    assert [tensor.tolist() for tensor in received] == [[], [0.0], [1.0, 2.0]]
+
+
 def test_the_doctor_finds_nothing_about_the_communicator_of_the_page(recipe):
     ranks = recipe["Ranks"](3)
     around = [recipe["ThreadCommunicator"](ranks, rank) for rank in range(3)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megabucket.comm import Handle
+from megabucket.comm import AllToAll, Handle
 from megabucket.measure.calibrate import Calibration, pipelined_link
 from megabucket.measure.collectives import Cell, Timing, time_collectives
 from megabucket.testing import LoopbackWorld
@@ -21,7 +21,7 @@ class CountingCommunicator:
         return self.inner.prepare(calls)
 
     def launch(self, calls, *, label):
-        num_bytes = calls[0].full.nbytes
+        num_bytes = (calls[0].sent if isinstance(calls[0], AllToAll) else calls[0].full).nbytes
         if label == "calibrate":
             self.num_open[num_bytes] = self.num_open.get(num_bytes, 0) + 1
             self.most[num_bytes] = max(self.most.get(num_bytes, 0), self.num_open[num_bytes])

@@ -11,14 +11,15 @@ from pydantic import ValidationError
 from timing_cases import flat, ring
 
 from megabucket.errors import ConfigError
-from megabucket.planning.links import MeasuredLink, TwoLevelLink, fit_affine
+from megabucket.planning.links import MeasuredLink, ReplicatedLink, TwoLevelLink, fit_affine
 from megabucket.trace import CollectiveKind, CollectiveRecord
 
-AR, RS, AG, BC = (
+AR, RS, AG, BC, A2A = (
     CollectiveKind.ALL_REDUCE,
     CollectiveKind.REDUCE_SCATTER,
     CollectiveKind.ALL_GATHER,
     CollectiveKind.BROADCAST,
+    CollectiveKind.ALL_TO_ALL,
 )
 POINTS = ((1000.0, 1e-3), (3000.0, 2e-3), (4000.0, 4e-3))
 TABLE = MeasuredLink.of({(AR, "float32"): POINTS}, num_ranks=2)
@@ -28,7 +29,12 @@ RANKS = st.integers(1, 4096)
 
 
 def ring_by_steps(kind, payload_bytes, num_ranks, latency_s, bytes_per_s):
-    """Return the time of a ring algorithm, step by step: each step moves one chunk of ``S / n`` bytes to the next rank."""
+    """Return the time of an algorithm, step by step: each step of a ring moves one chunk of ``S / n`` bytes to the next rank.
+
+    An all-to-all sends each other rank its part of ``S``, all of which leaves this rank.
+    """
+    if kind is A2A:
+        return (num_ranks - 1) * latency_s + payload_bytes / bytes_per_s
     rounds = {AR: 2, RS: 1, AG: 1, BC: 1}[kind]
     return sum(latency_s + payload_bytes / num_ranks / bytes_per_s for _ in range(rounds * (num_ranks - 1)))
 
@@ -64,6 +70,36 @@ def test_two_levels_reduce_inside_then_between_then_gather_inside(num_ranks):
     between = BETWEEN.collective_s(AR, payload_bytes / 8, num_ranks // 8)
     assert link.collective_s(AR, payload_bytes, num_ranks) == pytest.approx(inside + between)
     assert link.collective_s(RS, payload_bytes, num_ranks) == pytest.approx((inside + between) / 2)
+
+
+def test_an_all_to_all_over_two_levels_sends_some_messages_inside_and_the_others_between():
+    link = TwoLevelLink(inside=ring(1e-6, 8e9), between=ring(1e-5, 1e9), ranks_per_node=4)
+
+    # To 3 ranks of the own node and to 8 others, 1 MB each.
+    expected = 3 * (1e-6 + 1e6 / 8e9) + 8 * (1e-5 + 1e6 / 1e9)
+    assert link.collective_s(A2A, 11e6, 12) == pytest.approx(expected)
+    # In one node there is only the ring.
+    assert link.collective_s(A2A, 3e6, 4) == pytest.approx(3 * (1e-6 + 1e6 / 8e9))
+
+
+def test_replicas_exchange_parts_inside_of_each():
+    link = ring(1e-5, 1e9)
+
+    assert ReplicatedLink(link=link, num_instances=3).collective_s(A2A, 1e6, 4) == link.collective_s(A2A, 1e6, 4)
+
+
+def test_an_all_to_all_that_was_not_measured_takes_the_time_of_a_gather_that_sends_as_much():
+    points = ((1000.0, 1e-3), (4000.0, 2e-3))
+    link = MeasuredLink.of({(AG, "bfloat16"): points, (AG, "float32"): POINTS}, num_ranks=4)
+
+    # Each rank sends 3/4 of the full buffer: 750 bytes of the first point, 3000 of the last.
+    assert link.points(A2A, 4, "bfloat16") == ((750.0, 1e-3), (3000.0, 2e-3))
+    assert link.collective_s(A2A, 3000, 4, "bfloat16") == 2e-3
+    assert link.points(A2A, 4) == tuple((size * 3 / 4, seconds) for size, seconds in POINTS)
+    measured = MeasuredLink.of({(AG, "float32"): POINTS, (A2A, "float32"): points}, num_ranks=4)
+    assert measured.points(A2A, 4) == points
+    with pytest.raises(ConfigError, match="no table for all_to_all; it was measured for all_reduce"):
+        TABLE.collective_s(A2A, 8, 2)
 
 
 def test_a_part_of_one_node_is_a_ring_and_parts_of_several_are_refused():

@@ -19,25 +19,19 @@ Numels = list[list[int]]
 """By source, then by destination."""
 
 
-def numels_of_case(case: str, size: int) -> Numels:
+def numels_of_cases(size: int) -> dict[str, Numels]:
     """Return how much each rank sends to each."""
-    if case == "all the same":
-        return [[5] * size for _ in range(size)]
-    if case == "any":
-        numbers = random.Random(size)
-        return [[numbers.choice((0, 1, 3, 1001)) for _ in range(size)] for _ in range(size)]
-    if case == "one sends everything":
-        return [[7 * (source == size - 1)] * size for source in range(size)]
-    if case == "one receives everything":
-        return [[7 * (destination == 0) for destination in range(size)] for _ in range(size)]
-    if case == "own parts only":
-        return [[3 * (source == destination) for destination in range(size)] for source in range(size)]
-    if case == "large":
-        return [[100_003 * (source + 1) for _ in range(size)] for source in range(size)]
-    return [[0] * size for _ in range(size)]
-
-
-CASES = ("all the same", "any", "one sends everything", "one receives everything", "own parts only", "large", "nothing")
+    numbers = random.Random(size)
+    ranks = range(size)
+    return {
+        "all the same": [[5] * size for _ in ranks],
+        "any": [[numbers.choice((0, 1, 3, 1001)) for _ in ranks] for _ in ranks],
+        "one sends everything": [[7 * (source == size - 1)] * size for source in ranks],
+        "one receives everything": [[7 * (destination == 0) for destination in ranks] for _ in ranks],
+        "own parts only": [[3 * (source == destination) for destination in ranks] for source in ranks],
+        "large": [[100_003 * (source + 1)] * size for source in ranks],
+        "nothing": [[0] * size for _ in ranks],
+    }
 
 
 def part_of(source: int, destination: int, numel: int, dtype: torch.dtype, salt: int) -> torch.Tensor:
@@ -64,9 +58,9 @@ def fill(rank: Rank, call: AllToAll, salt: int) -> torch.Tensor:
 def wrong_exchanges(rank: Rank, is_prepared: bool) -> list[str]:
     communicator = with_same_host_copies(ProcessGroupCommunicator(rank.group, owns_groups=True), torch.device("cpu"))
     wrong = []
-    for case in CASES:
+    for case, numels in numels_of_cases(rank.size).items():
         for dtype in DTYPES:
-            call = call_of(rank, numels_of_case(case, rank.size), dtype)
+            call = call_of(rank, numels, dtype)
             batch = communicator.prepare([call]) if is_prepared else [call]
             for salt in range(1 + is_prepared):
                 expected = fill(rank, call, salt)
@@ -85,7 +79,7 @@ def test_every_rank_gets_the_parts_meant_for_it_in_rank_order(pool, ranks, is_pr
 
 def wrong_calls_of_a_batch(rank: Rank) -> list[str]:
     communicator = ProcessGroupCommunicator(rank.group)
-    calls = {case: call_of(rank, numels_of_case(case, rank.size), torch.bfloat16) for case in CASES}
+    calls = {case: call_of(rank, numels, torch.bfloat16) for case, numels in numels_of_cases(rank.size).items()}
     expected = {case: fill(rank, call, index) for index, (case, call) in enumerate(calls.items())}
     communicator.launch(list(calls.values()), label="parts").wait()
     return [case for case, call in calls.items() if not torch.equal(call.received, expected[case])]

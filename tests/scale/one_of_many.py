@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from megabucket.comm import AllGather, AllReduce, Batch, Call, Communicator, Handle, ReduceOp, ReduceScatter
+from megabucket.comm import AllGather, AllReduce, AllToAll, Batch, Call, Communicator, Handle, ReduceOp, ReduceScatter
 from megabucket.trace.recorder import CollectiveRecord, Launch, Recorder
 
 
@@ -33,7 +33,14 @@ class OneOfMany(Communicator):
 
     @torch.no_grad()
     def run(self, call: Call) -> None:
-        """Do one call as if all ranks had said the same."""
+        """Do one call as if all ranks had said the same. Of an all-to-all this rank gets its own part only."""
+        if isinstance(call, AllToAll):
+            received, sent = (
+                torch.split(tensor.detach(), numels)[self.rank]
+                for tensor, numels in ((call.received, call.received_numels), (call.sent, call.sent_numels))
+            )
+            received.copy_(sent)
+            return
         if isinstance(call, AllGather):
             call.full.detach().view(self.size, -1).copy_(call.shard.detach().clone().view(1, -1))
         elif isinstance(call, ReduceScatter):

@@ -34,8 +34,9 @@ class EmulatedFabric:
     """A network of one machine that takes the time of a slower one: gloo moves the data, an alpha-beta link delays it.
 
     ``n`` ranks, ``S`` bytes of the full buffer: an all-reduce takes ``2 (n-1) latency + 2 S (n-1)/n / bandwidth`` from the
-    moment the last rank has launched it and the link of every member is free; every other collective half of that. A rank that
-    waits sleeps.
+    moment the last rank has launched it and the link of every member is free; every other collective half of that. An
+    all-to-all takes ``(n-1) latency + S / bandwidth``, with ``S`` the most bytes that a rank sends to others. A rank that waits
+    sleeps.
 
     Args:
         latency_s: of each step, seconds; 0 or more.
@@ -89,6 +90,10 @@ class EmulatedFabric:
         """
         wire_bytes = payload_bytes * (num_ranks - 1) / num_ranks
         return ring_passes * ((num_ranks - 1) * self.latency_s + wire_bytes / self.bytes_per_s)
+
+    def all_to_all_s(self, *, sent_bytes: int, num_ranks: int) -> float:
+        """Return how long an all-to-all takes on free links, for a rank that sends so many bytes to others."""
+        return (num_ranks - 1) * self.latency_s + sent_bytes / self.bytes_per_s
 
     def moves(self, tensor: torch.Tensor) -> bool:
         """Whether the data of a tensor is moved: always, or when it controls the program more than it fills the wire."""
@@ -238,7 +243,12 @@ class FabricGroup(_ProcessGroup):  # type: ignore[misc]
 
     def all_to_all_single(self, output: torch.Tensor, input: torch.Tensor, *sizes_and_opts: Any) -> dist.Work:  # noqa: A002
         """Send each rank a part of the input."""
-        return self._launch(1, [input], lambda: self._gloo.alltoall_base(output, input, *sizes_and_opts), [output])
+        sent_numels = sizes_and_opts[1] if len(sizes_and_opts) > 1 else []
+        # Without sizes all parts are equal. Sizes count in the first dimension.
+        own_fraction = sent_numels[self._rank] / max(len(input), 1) if sent_numels else 1 / self._size
+        sent_bytes = round(input.nbytes * (1 - own_fraction))
+        duration_s = self.fabric.all_to_all_s(sent_bytes=sent_bytes, num_ranks=self._size)
+        return self._begin(duration_s, lambda: [self._gloo.alltoall_base(output, input, *sizes_and_opts)], [output])
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Wait for all ranks: the time of an all-reduce without bytes."""
@@ -281,10 +291,20 @@ class FabricGroup(_ProcessGroup):  # type: ignore[misc]
         result: Sequence[Any],
         finish: Callable[[], None] | None = None,
     ) -> dist.Work:
-        launch_s, num_bytes = time.monotonic(), sum(tensor.nbytes for tensor in tensors)
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        duration_s = self.fabric.collective_s(ring_passes=ring_passes, payload_bytes=num_bytes, num_ranks=self._size)
+        return self._begin(duration_s, start, result, finish)
+
+    def _begin(
+        self,
+        duration_s: float,
+        start: Callable[[], Sequence[dist.Work]],
+        result: Sequence[Any],
+        finish: Callable[[], None] | None = None,
+    ) -> dist.Work:
+        launch_s = time.monotonic()
         with self._launching:  # data and times of two threads must not be launched in two orders
             works = start()
-            duration_s = self.fabric.collective_s(ring_passes=ring_passes, payload_bytes=num_bytes, num_ranks=self._size)
             slot = self._ledger.launch(launch_s, duration_s)
         return FabricWork(self, slot, duration_s=duration_s, works=works, result=result, finish=finish)
 
