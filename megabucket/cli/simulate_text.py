@@ -34,7 +34,10 @@ def assumed_line(run: RunConfig, workload: Workload, config: Path | None, overri
         times = f"{tokens} at {given.flops_per_s / 1e12:,g} TFLOP/s {origin('flops_per_s')}"
     if given.optimizer_s is not None:
         optimizer = origin("optimizer_s")
-    return f"assumed: {times}, optimizer {_ms(workload.optimizer_s)} ms {optimizer}"
+    rate = ""
+    if run.optimizer.name == "muon":
+        rate = f", updates of whole tensors at {run.optimizer.flops_per_s / 1e12:,g} TFLOP/s (optimizer.flops_per_s)"
+    return f"assumed: {times}, optimizer {_ms(workload.optimizer_s)} ms {optimizer}{rate}"
 
 
 def outlook_lines(outlook: Outlook, assumed: str, *, show_cuts: bool) -> Iterator[str]:
@@ -48,7 +51,7 @@ def outlook_lines(outlook: Outlook, assumed: str, *, show_cuts: bool) -> Iterato
     what = f"{setting.mode.value} of {tensors}, {format_count(workload.numel)} elements"
     # A flat link costs the same on any number, and without a model nothing else depends on it.
     yield f"{what}, on {ranks}" if setting.specs is not None or not isinstance(setting.link, FlatLink) else what
-    yield f"compute {_ms(workload.compute_s)} ms: {_compute_text(workload)}"
+    yield f"compute {_ms(setting.compute_s)} ms: {_compute_text(workload, setting.owner_update_s)}"
     yield assumed
     yield f"one collective per tensor after backward {_ms(outlook.no_overlap_s)} ms"
     yield ""
@@ -71,13 +74,15 @@ def outlook_lines(outlook: Outlook, assumed: str, *, show_cuts: bool) -> Iterato
         yield from _cut_lines(outlook)
 
 
-def _compute_text(workload: Workload) -> str:
+def _compute_text(workload: Workload, owner_update_s: float) -> str:
     passes = [("forward", workload.forward_s), ("backward", workload.backward_s)]
     parts = [f"{name} {_ms(seconds)}" for name, seconds in passes if seconds > 0]
     if parts and workload.num_microbatches > 1:
         parts = [f"{workload.num_microbatches} x ({' + '.join(parts)})"]
     if workload.optimizer_s > 0:
         parts.append(f"optimizer {_ms(workload.optimizer_s)}")
+    if owner_update_s > 0:
+        parts.append(f"whole tensors {_ms(owner_update_s)}")
     return " + ".join(parts) or "nothing"
 
 

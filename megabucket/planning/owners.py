@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from megabucket.layout import BucketLayout, BufferLayout, ModelLayout, OwnerPlan
 from megabucket.layout.owners import lower_bound
 from megabucket.units import dtype_bytes
 
-_MAIN_BYTES = 4  # float32
+_MAIN_BYTES: Final = 4  # float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +111,9 @@ def bucket_traffic(buffer: BufferLayout, bucket: BucketLayout, owner_of: Mapping
             returned[owner] -= numel * is_kept
             if stop - first == 1:
                 sent[first] += numel * (not is_kept)
-            elif stop - first > is_kept:  # ranks between the first and the last hold nothing else
+            else:  # each of these ranks holds nothing else, and at most one of them is the owner
                 most_of_whole_shards = max(most_of_whole_shards, numel)
-    return BucketTraffic(max(sent.values(), default=0) or most_of_whole_shards, max(returned.values(), default=0))
+    return BucketTraffic(max(most_of_whole_shards, *sent.values(), 0), max(returned.values(), default=0))
 
 
 def owner_exchange_bytes(traffic: Sequence[tuple[BufferLayout, RankTraffic]]) -> int:
