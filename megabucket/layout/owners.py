@@ -140,8 +140,7 @@ def plan_owners(layout: ModelLayout, params: Collection[str], *, cost: UpdateCos
         group = buffer.key.group
         if group not in loads:
             num_ranks[group], loads[group] = buffer.num_shards, _Loads(buffer.num_shards)
-        holders = sorted(holders_of(buffer, name), key=lambda holder: (-holder[1].numel, holder[0]))
-        found[name] = OwnedTensor(name, group, loads[group].add(flop, [rank for rank, _ in holders]), flop)
+        found[name] = OwnedTensor(name, group, loads[group].add(flop, _by_share(buffer, name)), flop)
     return OwnerPlan(tuple(found[name] for _, name in places if name in found), num_ranks)
 
 
@@ -181,7 +180,7 @@ class _Loads:
         self._of = [0] * num_ranks
         self._heap = [(0, rank) for rank in range(num_ranks)]  # entries of ranks that got more since are passed over
 
-    def add(self, cost: int, preferred: Collection[int]) -> int:
+    def add(self, cost: int, preferred: Iterable[int]) -> int:
         """Add to a rank with the least cost so far, to the first of ``preferred`` that is one, and return it."""
         while self._heap[0][0] != self._of[self._heap[0][1]]:
             heapq.heappop(self._heap)
@@ -190,6 +189,18 @@ class _Loads:
         self._of[rank] += cost
         heapq.heappush(self._heap, (self._of[rank], rank))
         return rank
+
+
+def _by_share(buffer: BufferLayout, param: str) -> Iterator[int]:
+    """Yield the ranks whose shards hold a parameter, the one with most elements first, equal ones in rank order."""
+    slot, bucket = buffer.params[param], buffer.buckets[buffer.params[param].bucket]
+    shard_numel = bucket.numel // buffer.num_shards
+    start, stop = slot.start - bucket.start, slot.stop - bucket.start
+    whole = range(-(-start // shard_numel), stop // shard_numel)
+    yield from whole
+    ends = {start // shard_numel, (stop - 1) // shard_numel}.difference(whole)
+    pieces = [(min(stop - rank * shard_numel, shard_numel) - max(start - rank * shard_numel, 0), rank) for rank in ends]
+    yield from (rank for _, rank in sorted(pieces, key=lambda piece: (-piece[0], piece[1])))
 
 
 def holders_of(buffer: BufferLayout, param: str) -> Iterator[tuple[int, Span]]:
