@@ -44,7 +44,7 @@ def outlook_lines(outlook: Outlook, assumed: str, *, show_cuts: bool) -> Iterato
     """Yield the figures of an outlook; ``assumed`` is a line of the summary."""
     setting, workload = outlook.setting, outlook.setting.workload
     size = format_count(outlook.best.bucket_numel or 0)
-    yield f"optimal cuts {_ms(outlook.optimal.step_s)} ms a step, {_against(outlook.optimal, outlook.best)} ({size})"
+    yield f"optimal cuts {_ms(outlook.optimal.step_s)} ms a step, {_against(outlook, outlook.optimal)} ({size})"
     tensors, ranks = counted(len(workload.tensors), "tensor"), counted(setting.dp_size, "rank")
     if setting.num_instances > 1:
         ranks += f" in {setting.num_instances} replicas"
@@ -65,7 +65,7 @@ def outlook_lines(outlook: Outlook, assumed: str, *, show_cuts: bool) -> Iterato
         rows.append(_cells("default", outlook.default, outlook, format_count(outlook.default.bucket_numel or 0)))
     if outlook.configured is not None:
         rows.append(_cells("config", outlook.configured, outlook, "the config's own sizes"))
-    rows.append(_cells("optimal", outlook.optimal, outlook, _against(outlook.optimal, outlook.best)))
+    rows.append(_cells("optimal", outlook.optimal, outlook, _against(outlook, outlook.optimal)))
     yield from text_table(rows, num_left=0, num_folded=1)
     yield ""
     yield f"gain is over one collective per tensor; no plan is below {_ms(outlook.lower_bound_s)} ms"
@@ -91,11 +91,13 @@ def _cells(name: str, row: SweepRow, outlook: Outlook, note: str) -> tuple[str, 
     return (name, f"{row.buckets:,}", _ms(row.step_s), _ms(row.exposed_s), f"{gain:.2f}x", note)
 
 
-def _against(optimal: SweepRow, best: SweepRow) -> str:
+def _against(outlook: Outlook, optimal: SweepRow) -> str:
+    best = outlook.best
+    why = "by padding and the exchange with owners" if optimal.plan.to_owner_bytes else "by padding"
     gain = 1 - optimal.step_s / best.step_s if best.step_s > 0 else 0.0
     if abs(gain) <= 5e-5:
         return "as the best size"
-    return f"{gain:.2%} below the best size" if gain > 0 else f"{-gain:.2%} above the best size, by padding"
+    return f"{gain:.2%} below the best size" if gain > 0 else f"{-gain:.2%} above the best size, {why}"
 
 
 def _scaling_lines(outlook: Outlook) -> Iterator[str]:

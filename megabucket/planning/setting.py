@@ -496,7 +496,8 @@ def sweep_row(setting: Setting, plan: BucketPlan, bucket_numel: int | None = Non
 def scaling(setting: Setting, ranks: Iterable[int] = RANKS) -> tuple[ScalingRow, ...]:
     """Return the efficiency of the optimal cuts over numbers of ranks, each rank keeping its own batch (weak scaling).
 
-    ``efficiency = throughput(n) / (n * throughput(1)) = step(1) / step(n)``: a rank alone sends nothing. Numbers of ranks that
+    ``efficiency = throughput(n) / (n * throughput(1)) = step(1) / step(n)``: a rank alone sends nothing. It is taken to update as
+    many whole tensors as the busiest of the owners, which share them. Numbers of ranks that
     the link knows nothing about (parts of nodes) are left out; a table knows one number only.
     """
     rows = []
@@ -515,6 +516,6 @@ def scaling_row(setting: Setting, plan_of: Callable[[Setting], BucketPlan]) -> S
     Raises:
         ConfigError: the link does not know the cost of a collective on so many ranks.
     """
-    alone_s = setting.on(1).compute_s
+    alone_s = setting.compute_s
     step_s = alone_s if setting.dp_size == 1 else setting.step_s(plan_of(setting))
     return ScalingRow(setting.dp_size, step_s, alone_s / step_s if step_s > 0 else 1.0)
