@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -25,6 +25,8 @@ from megabucket.comm.device import Accelerator, Arrived, HostCopy
 from megabucket.errors import InvariantError, PeerFailedError, PeerLostError, WrapperBrokenError
 from megabucket.trace.clock import Clock, HostClock
 from megabucket.trace.recorder import CollectiveKind, CollectiveRecord, Moment, Recorder
+
+_call: Final = operator.methodcaller("__call__")
 
 Finding = PeerFailedError | PeerLostError | WrapperBrokenError
 """Why nothing can be launched any more: the error that all ranks raise."""
@@ -440,9 +442,6 @@ class Communicator(ABC):
                 f"{call.received_numels[self.rank]} from itself"
             )
         return ""
-
-
-_call = operator.methodcaller("__call__")
 
 
 def _payload_bytes(call: Call, rank: int) -> int:

@@ -9,6 +9,7 @@ import torch
 from launched import run_launched, run_script
 
 import megabucket as mb
+from megabucket.comm import AllToAll
 from megabucket.doctor import run_doctor
 from megabucket.testing import LoopbackWorld
 

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import megabucket as mb
+from megabucket.comm import AllToAll, Handle, ProcessGroupCommunicator
 from megabucket.errors import ConfigError, PeerLostError
 from megabucket.testing import EmulatedFabric, fabric_lateness
 
@@ -338,6 +339,14 @@ def test_what_would_pass_the_link_by_is_refused(pool):
 # Time #
 
 
+def launch_parts(rank: Rank) -> Handle:
+    """Send 2000 elements from the first rank to the second, which sends nothing but its own part."""
+    received_numels, sent_numels = ((10, 0), (10, 2000)) if rank.index == 0 else ((2000, 30), (0, 30))
+    received, sent = torch.zeros(sum(received_numels)), torch.zeros(sum(sent_numels))
+    call = AllToAll(received, sent, received_numels, sent_numels)
+    return ProcessGroupCommunicator(rank.group).launch([call], label="parts")
+
+
 def timed(rank: Rank) -> dict[str, tuple[float, float]]:
     """Return when each operation was launched and when it was done on this rank, on the clock all ranks share."""
     full = torch.ones(1000)
@@ -346,6 +355,7 @@ def timed(rank: Rank) -> dict[str, tuple[float, float]]:
         "broadcast": lambda: dist.broadcast(full, group_src=0, group=rank.group, async_op=True),
         "all_gather": lambda: dist.all_gather([torch.zeros(500)] * 2, torch.zeros(500), group=rank.group, async_op=True),
         "barrier": lambda: dist.barrier(group=rank.group, async_op=True),
+        "uneven all_to_all": lambda: launch_parts(rank),
     }
     seen = {}
     for name, launch in operations.items():
@@ -369,6 +379,7 @@ DURATIONS_S = {
     "broadcast": 12e-3,
     "all_gather": 12e-3,
     "barrier": 2 * 10e-3,
+    "uneven all_to_all": 10e-3 + 8e-3,  # 8000 bytes of the rank that sends most
     "three in a row": 3 * 2 * 12e-3,
 }
 
