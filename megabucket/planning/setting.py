@@ -496,9 +496,9 @@ def sweep_row(setting: Setting, plan: BucketPlan, bucket_numel: int | None = Non
 def scaling(setting: Setting, ranks: Iterable[int] = RANKS) -> tuple[ScalingRow, ...]:
     """Return the efficiency of the optimal cuts over numbers of ranks, each rank keeping its own batch (weak scaling).
 
-    ``efficiency = throughput(n) / (n * throughput(1)) = step(1) / step(n)``: a rank alone sends nothing. It is taken to update as
-    many whole tensors as the busiest of the owners, which share them. Numbers of ranks that
-    the link knows nothing about (parts of nodes) are left out; a table knows one number only.
+    ``efficiency = throughput(n) / (n * throughput(1)) = step(1) / step(n)``: a rank alone sends nothing. It is taken to update
+    as many whole tensors as the busiest of the owners, which share them. Numbers of ranks that the link knows nothing about
+    (parts of nodes) are left out; a table knows one number only.
     """
     rows = []
     for count in ranks:

@@ -24,17 +24,10 @@ from megabucket.layout import (
 )
 from megabucket.layout.invariants import check_owners
 from megabucket.layout.owners import lower_bound
-from megabucket.testing import dp_sizes, layout_inputs, param_specs
+from megabucket.testing import assert_owners_sound, dp_sizes, layout_inputs, owner_inputs, param_specs
 
-SMALL = layout_inputs(specs=param_specs(min_params=1, max_params=8, max_numel=400), dp_size=dp_sizes(max_size=16))
-HUGE = layout_inputs(specs=param_specs(max_params=8, max_numel=2**41), dp_size=dp_sizes(max_size=64))
-
-
-def owned_cases(inputs):
-    """A layout and some of its parameters."""
-    return inputs.flatmap(
-        lambda case: st.tuples(st.just(case.build()), st.sets(st.sampled_from([spec.name for spec in case.specs] or [""])))
-    )
+SMALL = owner_inputs(inputs=layout_inputs(specs=param_specs(max_params=8, max_numel=400), dp_size=dp_sizes(max_size=16)))
+HUGE = owner_inputs(inputs=layout_inputs(specs=param_specs(max_params=8, max_numel=2**41), dp_size=dp_sizes(max_size=64)))
 
 
 def build(shapes, *, dp_size, bucket_size=None, dtype="bfloat16") -> ModelLayout:
@@ -45,12 +38,12 @@ def build(shapes, *, dp_size, bucket_size=None, dtype="bfloat16") -> ModelLayout
 # The plan #
 
 
-@given(case=owned_cases(HUGE))
+@given(case=HUGE)
 def test_every_plan_is_sound(case):
-    layout, wanted = case
-    known = {name for buffer in layout.buffers for name in buffer.params}
+    layout, plan = case.build()
 
-    assert check_owners(layout, plan_owners(layout, wanted), wanted & known) == []
+    assert check_owners(layout, plan, case.params) == []
+    assert_owners_sound(layout, plan, case.params)
 
 
 def test_the_longest_goes_first_and_each_to_the_rank_with_the_least():
@@ -178,10 +171,9 @@ def test_the_busiest_rank_has_at_most_four_thirds_of_the_least_possible_on_a_tho
 # What travels #
 
 
-@given(case=owned_cases(SMALL))
+@given(case=SMALL)
 def test_each_element_reaches_its_owner_once_in_its_place_and_returns_once(case):
-    layout, wanted = case
-    plan = plan_owners(layout, wanted)
+    layout, plan = case.build()
 
     for buffer in layout.buffers:
         assert_each_element_travels_once(buffer, plan.owner_of, plan_exchange)
@@ -226,10 +218,9 @@ def test_the_json_of_a_plan_is_exactly_this_text():
     assert PLAN.fingerprint == hashlib.sha256(GOLDEN.encode()).hexdigest()
 
 
-@given(case=owned_cases(HUGE))
+@given(case=HUGE)
 def test_reading_the_json_gives_the_plan_back(case):
-    layout, wanted = case
-    plan = plan_owners(layout, wanted)
+    _, plan = case.build()
 
     again = OwnerPlan.from_json(plan.to_json())
 
@@ -323,4 +314,6 @@ def test_a_plan_that_gives_everything_to_one_rank_is_said_to_be_badly_balanced()
 
     (violation,) = check_owners(layout, all_on_one)
 
+    with pytest.raises(AssertionError, match="the plan of owners violates 1 invariant"):
+        assert_owners_sound(layout, all_on_one)
     assert violation == "busiest-is-within-4/3: 30720 of 'dense' is more than 4/3 of the lower bound 15360"
