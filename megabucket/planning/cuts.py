@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from megabucket.errors import ConfigError
-from megabucket.layout import ModelLayout, ParamSpec, launch_order, plan_owners
-from megabucket.planning.owners import bucket_traffic
+from megabucket.layout import BufferKey, ModelLayout, ParamSpec, launch_order, plan_owners
+from megabucket.planning.owners import busiest_exchange, exchanged_numel
 from megabucket.planning.workload import Workload, check_workload_matches
 from megabucket.units import dtype_bytes
 
@@ -22,8 +22,9 @@ class BucketPlan:
         grad_bytes: bytes of each bucket's gradients on the wire, padding included; ``None``: what its tensors have.
         param_bytes: bytes of each bucket's parameters on the wire, padding included; ``None``: what its tensors have.
         num_ranks: ranks that reduce each bucket (expert buckets may have fewer); ``None``: those of the simulation.
-        to_owner_bytes: most bytes that a rank sends to the owners of whole tensors, for each bucket; ``None``: no owners.
-        from_owner_bytes: most bytes that an owner sends back.
+        to_owner_bytes: bytes that the rank with most of them over all buckets sends to the owners of each bucket's tensors, or
+            receives as an owner, whichever are more; ``None``: there are no owners.
+        from_owner_bytes: the same of the new values, on the way back.
     """
 
     buckets: tuple[tuple[int, ...], ...]
@@ -112,14 +113,19 @@ def plan_of_layout(workload: Workload, layout: ModelLayout, whole_params: Collec
         check_workload_matches(workload, [ParamSpec(name, (numel,)) for name, numel in found])
     index_of = {tensor.name: index for index, tensor in enumerate(workload.tensors)}
     chosen = [(layout.buffers[id_.buffer], layout.buffers[id_.buffer].buckets[id_.bucket]) for id_ in launch_order(layout)]
-    owner_of = plan_owners(layout, whole_params).owner_of if whole_params else {}
-    exchanges = [(buffer.key, bucket_traffic(buffer, bucket, owner_of)) for buffer, bucket in chosen] if owner_of else []
+    exchanges: list[tuple[BufferKey, int]] = []
+    if whole_params:
+        owners = plan_owners(layout, whole_params)
+        rank = busiest_exchange(layout, owners)
+        for buffer, bucket in chosen:
+            position = rank % buffer.num_shards
+            exchanges.append((buffer.key, exchanged_numel(buffer, bucket, owners.owner_of, rank=position)))
     is_sharded = any(buffer.num_shards > 1 for buffer in layout.buffers)
     return BucketPlan(
         buckets=tuple(tuple(index_of[name] for name in bucket.params) for _, bucket in chosen),
         grad_bytes=tuple(bucket.numel * dtype_bytes(buffer.key.grad_dtype) for buffer, bucket in chosen),
         param_bytes=tuple(bucket.numel * dtype_bytes(buffer.key.param_dtype) for buffer, bucket in chosen),
         num_ranks=tuple(buffer.num_shards for buffer, _ in chosen) if is_sharded else None,
-        to_owner_bytes=tuple(sent.to_owners * dtype_bytes(key.grad_dtype) for key, sent in exchanges) or None,
-        from_owner_bytes=tuple(sent.from_owners * dtype_bytes(key.param_dtype) for key, sent in exchanges) or None,
+        to_owner_bytes=tuple(numel * dtype_bytes(key.grad_dtype) for key, numel in exchanges) or None,
+        from_owner_bytes=tuple(numel * dtype_bytes(key.param_dtype) for key, numel in exchanges) or None,
     )

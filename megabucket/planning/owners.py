@@ -6,13 +6,12 @@ parameters and of ranks, also where a parameter lies in the shards of a thousand
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
-from megabucket.layout import BucketLayout, BufferLayout, ModelLayout, OwnerPlan
+from megabucket.layout import BucketLayout, BufferLayout, ModelLayout, OwnerPlan, plan_exchange
 from megabucket.layout.owners import lower_bound
 from megabucket.units import dtype_bytes
 
@@ -65,13 +64,6 @@ class RankTraffic(NamedTuple):
     """In both, so that they do not travel."""
 
 
-class BucketTraffic(NamedTuple):
-    """Most elements that a rank sends to others in the exchange of one bucket."""
-
-    to_owners: int
-    from_owners: int
-
-
 def describe_owners(layout: ModelLayout, plan: OwnerPlan) -> tuple[GroupOwners, ...]:
     """Return the owners of each reduction group in numbers."""
     return tuple(_group(layout, plan, group) for group in plan.num_ranks)
@@ -98,22 +90,19 @@ def rank_traffic(buffer: BufferLayout, owner_of: Mapping[str, int]) -> list[Rank
     return [RankTraffic(*each) for each in zip(accumulate(steps[:-1]), owned[:-1], kept[:-1], strict=True)]
 
 
-def bucket_traffic(buffer: BufferLayout, bucket: BucketLayout, owner_of: Mapping[str, int]) -> BucketTraffic:
-    """Return the most that a rank sends in the two exchanges of one bucket."""
-    sent, returned, most_of_whole_shards = Counter[int](), Counter[int](), 0
-    for name in bucket.params:
-        owner = owner_of.get(name)
-        if owner is None:
-            continue
-        returned[owner] += buffer.params[name].numel
-        for first, stop, numel in _shares(buffer, name):
-            is_kept = first <= owner < stop
-            returned[owner] -= numel * is_kept
-            if stop - first == 1:
-                sent[first] += numel * (not is_kept)
-            else:  # each of these ranks holds nothing else, and at most one of them is the owner
-                most_of_whole_shards = max(most_of_whole_shards, numel)
-    return BucketTraffic(max(most_of_whole_shards, *sent.values(), 0), max(returned.values(), default=0))
+def busiest_exchange(layout: ModelLayout, plan: OwnerPlan) -> int:
+    """Return the rank that sends or receives most in a step, the first of several. Smaller groups repeat over the ranks."""
+    loads = []
+    for buffer in layout.buffers:
+        both_bytes = dtype_bytes(buffer.key.param_dtype) + dtype_bytes(buffer.key.grad_dtype)
+        loads.append([(max(each[:2]) - each.kept) * both_bytes for each in rank_traffic(buffer, plan.owner_of)])
+    return max(range(max(map(len, loads))), key=lambda rank: sum(load[rank % len(load)] for load in loads))
+
+
+def exchanged_numel(buffer: BufferLayout, bucket: BucketLayout, owner_of: Mapping[str, int], *, rank: int) -> int:
+    """Return the elements that a rank sends to others or receives, whichever are more, in each exchange of one bucket."""
+    exchange = plan_exchange(buffer, bucket, owner_of, rank=rank)
+    return 0 if exchange is None else max(exchange.sent_numel(rank), exchange.received_numel(rank))
 
 
 def owner_exchange_bytes(traffic: Sequence[tuple[BufferLayout, RankTraffic]]) -> int:

@@ -21,7 +21,7 @@ from megabucket.layout import ModelLayout, ParamSpec, build_layout, newton_schul
 from megabucket.planning.architecture import param_specs
 from megabucket.planning.cuts import BucketPlan, cuts_by_buffer, per_tensor_plan, plan_of_layout, uniform_plan
 from megabucket.planning.links import FileLink, FlatLink, Link, MeasuredLink, ReplicatedLink, read_link
-from megabucket.planning.owners import owned_flop
+from megabucket.planning.owners import busiest_exchange, owned_flop
 from megabucket.planning.partition import lower_bound_s, optimal_plan
 from megabucket.planning.run_config import RunConfig, group_sizes_of, shard_counts
 from megabucket.planning.simulate import (
@@ -227,20 +227,25 @@ class Setting:
         plan, ranks = per_tensor_plan(self.workload), self._ranks_of
         num_ranks = None if ranks is None else tuple(ranks[index] for (index,) in plan.buckets)
         if self.mode is Mode.REDUCE_SCATTER and self.whole_params:
-            plan = self._with_exchanges(plan, num_ranks)
+            plan = self._with_exchanges(plan)
         return replace(self, ddp=ddp).step_s(replace(plan, num_ranks=num_ranks))
 
-    def _with_exchanges(self, plan: BucketPlan, num_ranks: Sequence[int] | None) -> BucketPlan:
-        """Add the exchange of each tensor alone, of which every rank holds an equal shard."""
-        names = [self.workload.tensors[index].name for (index,) in plan.buckets]
-        shards = num_ranks or [self.shards["dense"]] * len(names)
-        is_owned = [name in self.whole_params and ranks > 1 for name, ranks in zip(names, shards, strict=True)]
-        held = zip(plan.grad_sizes_bytes(self.workload), shards, is_owned, strict=True)
-        owned = zip(plan.param_sizes_bytes(self.workload), shards, is_owned, strict=True)
+    def _with_exchanges(self, plan: BucketPlan) -> BucketPlan:
+        """Add the exchange of each tensor, in equal shards, as the rank with most bytes sees it."""
+        layout = self.layout
+        owners = plan_owners(layout, self.whole_params)
+        rank, owner_of = busiest_exchange(layout, owners), {tensor.param: tensor for tensor in owners.tensors}
+        numels = []
+        for (index,) in plan.buckets:
+            tensor, owned = self.workload.tensors[index], owner_of.get(self.workload.tensors[index].name)
+            num_ranks = 1 if owned is None else owners.num_ranks[owned.group]
+            held_numel = tensor.numel // num_ranks
+            is_owner = owned is not None and rank % num_ranks == owned.owner
+            numels.append(tensor.numel - held_numel if is_owner or num_ranks == 1 else held_numel)
         return replace(
             plan,
-            to_owner_bytes=tuple(size // ranks * is_owned for size, ranks, is_owned in held),
-            from_owner_bytes=tuple((size - size // ranks) * is_owned for size, ranks, is_owned in owned),
+            to_owner_bytes=tuple(numel * self.workload.bytes_per_element for numel in numels),
+            from_owner_bytes=tuple(numel * self.workload.param_bytes_per_element for numel in numels),
         )
 
     @property

@@ -11,12 +11,11 @@ from megabucket.config import DistributedDataParallelConfig
 from megabucket.errors import ConfigError
 from megabucket.layout import ParamSpec, build_layout, newton_schulz_flop, plan_exchange, plan_owners
 from megabucket.planning.architecture import param_specs as specs_of
-from megabucket.planning.cuts import BucketPlan
+from megabucket.planning.cuts import BucketPlan, plan_of_layout
 from megabucket.planning.links import FlatLink
 from megabucket.planning.memory import memory_by_mode, rank_memory
 from megabucket.planning.owners import (
     RankTraffic,
-    bucket_traffic,
     describe_owners,
     owned_flop,
     owner_exchange_bytes,
@@ -101,17 +100,19 @@ def test_what_a_rank_holds_and_owns_is_the_sum_of_its_exchanges(case):
             assert traffic == RankTraffic(held, owned, sum(part.held_numels[rank] for part in parts))
 
 
-@given(case=CASES)
-def test_the_most_that_a_rank_sends_in_a_bucket_is_that_of_its_exchange(case):
-    layout, plan = case
-    owner_of = plan.owner_of
+def test_the_plan_of_buckets_has_the_exchange_of_the_rank_with_most():
+    # Buckets of one matrix each, of 4,096 and 1,024 elements; shards of 2,048 and 512 on two ranks.
+    specs = [ParamSpec("small", (32, 32)), ParamSpec("large", (64, 64), "bfloat16")]
+    layout = build_layout(specs, DistributedDataParallelConfig(), dp_size=2)
+    workload = Workload(tuple(TensorWork(spec.name, spec.numel) for spec in specs))
 
-    for buffer in layout.buffers:
-        for bucket in buffer.buckets:
-            parts = [plan_exchange(buffer, bucket, owner_of, rank=rank) for rank in range(buffer.num_shards)]
-            sent = [part.sent_numel(rank) for rank, part in enumerate(parts) if part is not None]
-            returned = [part.received_numel(rank) for rank, part in enumerate(parts) if part is not None]
-            assert bucket_traffic(buffer, bucket, owner_of) == (max(sent, default=0), max(returned, default=0))
+    plan = plan_of_layout(workload, layout, {"small", "large"})
+
+    # Rank 0 owns the large one, rank 1 the small one: each sends and receives a half of both, and float32 is the most.
+    assert plan_owners(layout, {"small", "large"}).owner_of == {"large": 0, "small": 1}
+    assert plan.to_owner_bytes == (2_048 * 4, 512 * 4)
+    assert plan.from_owner_bytes == (2_048 * 2, 512 * 4)
+    assert plan_of_layout(workload, layout).to_owner_bytes is None
 
 
 def test_ranks_of_smaller_groups_repeat_over_those_of_the_largest():
