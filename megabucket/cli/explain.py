@@ -66,17 +66,18 @@ def _reduction_groups(run: RunConfig, dp_size: int) -> list[dict[str, object]]:
 
 def _owners(run: RunConfig, dp_size: int) -> tuple[GroupOwners, ...]:
     """Return the owners of whole tensors, where the optimizer of the config has them."""
-    from megabucket.layout import build_layout, plan_owners
+    from megabucket.layout import build_layout
     from megabucket.planning.architecture import param_specs
     from megabucket.planning.owners import describe_owners
     from megabucket.planning.run_config import group_sizes_of, shard_counts
 
     specs = param_specs(run.model) if run.model is not None and run.ddp.use_distributed_optimizer else []
-    if not (whole_params := run.optimizer.whole_params(specs)):
+    whole_params = run.optimizer.whole_params(specs)
+    if not whole_params:
         return ()
     shards = shard_counts(dp_size, group_sizes_of(run, specs), run.num_distributed_optimizer_instances)
     layout = build_layout(specs, run.ddp, dp_size=shards["dense"], group_sizes=shards)
-    return describe_owners(layout, plan_owners(layout, whole_params))
+    return describe_owners(layout, whole_params)
 
 
 def _value_text(value: object) -> str:

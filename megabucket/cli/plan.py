@@ -14,6 +14,10 @@ from megabucket.cli.workload import ConfigFile, Overrides
 from megabucket.errors import ConfigError
 
 _GIB = 1024**3
+_NO_MODEL = (
+    "model is required to plan; give a preset (-c gpt2-124m), a config.json of Hugging Face, module:callable, or a YAML file "
+    "with a model section"
+)
 
 
 def plan(
@@ -28,7 +32,7 @@ def plan(
 ) -> None:
     """Print the buckets a model would get, and the memory of a rank by category in both modes."""
     from megabucket.cli.plan_text import bucket_lines, memory_lines, owner_lines, total_lines
-    from megabucket.layout import build_layout, plan_owners
+    from megabucket.layout import build_layout
     from megabucket.planning.architecture import param_specs
     from megabucket.planning.describe import describe_rows, describe_totals
     from megabucket.planning.memory import memory_by_mode
@@ -37,15 +41,12 @@ def plan(
 
     run = load_config(config, overrides or [])
     if run.model is None:
-        raise ConfigError(
-            f"{config or 'command line'}: model is required to plan; give a preset (-c gpt2-124m), a "
-            "config.json of Hugging Face, module:callable, or a YAML file with a model section"
-        )
+        raise ConfigError(f"{config or 'command line'}: {_NO_MODEL}")
     num_instances = run.num_distributed_optimizer_instances
     with notice_when_slow("laying out the model"):
         specs = param_specs(run.model)
         group_sizes = group_sizes_of(run, specs, expert_dp_size=expert_dp_size)
-        whole_params = run.optimizer.whole_params(specs)
+        whole_params, activation_bytes = run.optimizer.whole_params(specs), int(activation_gib * _GIB)
         shards = shard_counts(dp_size, group_sizes, num_instances)
         layout = build_layout(specs, run.ddp, dp_size=shards["dense"], group_sizes=shards)
         rows = describe_rows(layout)
@@ -57,12 +58,11 @@ def plan(
             group_sizes=group_sizes,
             num_instances=num_instances,
             moments_per_element=run.optimizer.moments_per_element,
-            activation_bytes=int(activation_gib * _GIB),
+            activation_bytes=activation_bytes,
             whole_params=whole_params,
         )
-        is_sharded = run.ddp.use_distributed_optimizer
-        owners = describe_owners(layout, plan_owners(layout, whole_params)) if is_sharded else ()
-    chosen = "reduce_scatter" if is_sharded else "all_reduce"
+        owners = describe_owners(layout, whole_params) if run.ddp.use_distributed_optimizer else ()
+    chosen = "reduce_scatter" if run.ddp.use_distributed_optimizer else "all_reduce"
     data = {
         "dp_size": dp_size,
         "expert_dp_size": group_sizes.get("expert"),
@@ -79,7 +79,11 @@ def plan(
     of_owners = owner_lines(owners, optimizer=run.optimizer.name)
     lines = chain(total_lines(totals, layout.fingerprint), of_memory, of_owners, bucket_lines(rows, show_all=show_all))
     print_answer(data, lines, as_json=json)
-    if totals.padding_fraction > max_padding:
-        text = f"error: padding is {totals.padding_fraction:.4%} of the buffers, more than --max-padding {max_padding:.4%}"
+    _check_padding(totals.padding_fraction, max_padding)
+
+
+def _check_padding(padding_fraction: float, max_padding: float) -> None:
+    if padding_fraction > max_padding:
+        text = f"error: padding is {padding_fraction:.4%} of the buffers, more than --max-padding {max_padding:.4%}"
         typer.echo(text, err=True)
         raise typer.Exit(ExitCode.FAILED)

@@ -5,10 +5,8 @@ from megabucket.layout.identity import IdentityOf, ParamIdentity, check_identiti
 from megabucket.layout.layout import BucketId, BucketLayout, BufferLayout, ModelLayout, ParamSlot, Span, launch_order
 from megabucket.layout.owners import (
     BucketExchange,
-    HeldPiece,
     OwnedTensor,
     OwnerPlan,
-    UpdateCost,
     newton_schulz_flop,
     plan_exchange,
     plan_owners,
@@ -22,7 +20,6 @@ __all__ = [
     "BucketLayout",
     "BufferKey",
     "BufferLayout",
-    "HeldPiece",
     "IdentityOf",
     "ModelLayout",
     "OwnedTensor",
@@ -32,7 +29,6 @@ __all__ = [
     "ParamSpec",
     "ShardSlice",
     "Span",
-    "UpdateCost",
     "build_layout",
     "check_identities",
     "launch_order",

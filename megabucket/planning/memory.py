@@ -95,8 +95,7 @@ def rank_memory(  # noqa: PLR0913 - one argument per choice, most of them rarely
         fp32_local: parameters whose gradients of 16 bits are added up in float32 on each rank, as
             ``config.resolve.fp32_local_params`` returns them.
         skips_unused: whether ``unused_parameters="skip"``, with a flat tensor for each parameter. All of them have been used.
-        owners: of parameters that are updated whole, with one tensor of state: main parameters and state of a tensor are at its
-            owner, or everywhere if not sharded. The buffers of the exchange are ``planning.owners.owner_exchange_bytes``.
+        owners: of parameters that are updated whole, with one tensor of state each: see ``planning.owners``.
 
     Raises:
         LayoutError: a buffer's dtype is unknown, or ``rank`` is out of range.
@@ -111,17 +110,13 @@ def rank_memory(  # noqa: PLR0913 - one argument per choice, most of them rarely
     """
     norm_bytes = _NORM_BYTES if has_main_params else 0
     total = RankMemory(scratch_bytes=norm_bytes + (FENCE_BYTES if has_fence else 0))
-    owner_of = owners.owner_of if owners is not None else {}
+    total += _whole_memory_of_rank(layout, owners, rank=rank, is_sharded=is_sharded)
     for buffer in layout.buffers:
         total += _buffers_memory(buffer, fp32_local) + RankMemory(scratch_bytes=len(buffer.params) * skips_unused)
         if has_main_params:
-            position = rank % buffer.num_shards
-            groups = group_of if group_of is not None else dict.fromkeys(buffer.params, 0)
-            groups = {name: group for name, group in groups.items() if name not in owner_of}
-            here = [name for name in buffer.params if name in owner_of and (not is_sharded or owner_of[name] == position)]
-            total += _whole_optimizer_memory(buffer, here, is_sharded=is_sharded)
+            groups = _groups_in_shards(group_of if group_of is not None else dict.fromkeys(buffer.params, 0), owners)
             alone = {name: name for name in buffer.params} if skips_unused else None
-            segments = plan_segments(buffer, groups, rank=position, is_sharded=is_sharded, signature_of=alone)
+            segments = plan_segments(buffer, groups, rank=rank % buffer.num_shards, is_sharded=is_sharded, signature_of=alone)
             total += _flat_optimizer_memory(buffer, segments, moments_per_element)
         else:
             total += _plain_optimizer_memory(buffer, moments_per_element)
@@ -225,6 +220,21 @@ def _flat_optimizer_memory(buffer: BufferLayout, segments: Sequence[Segment], mo
         moment_bytes=owned_numel * moment_bytes,
         scratch_bytes=len(segments) * _STEP_COUNT_BYTES * (moments_per_element >= 2),
     )
+
+
+def _groups_in_shards(group_of: Mapping[str, int], owners: OwnerPlan | None) -> Mapping[str, int]:
+    """Return the groups of the parameters that have no owner."""
+    return group_of if owners is None else {name: index for name, index in group_of.items() if name not in owners.owner_of}
+
+
+def _whole_memory_of_rank(layout: ModelLayout, owners: OwnerPlan | None, *, rank: int, is_sharded: bool) -> RankMemory:
+    """Count the tensors that a rank updates whole: its own, or all of them if not sharded."""
+    total, owner_of = RankMemory(), owners.owner_of if owners is not None else {}
+    for buffer in layout.buffers:
+        owned = [name for name in buffer.params if name in owner_of]
+        here = [name for name in owned if not is_sharded or owner_of[name] == rank % buffer.num_shards]
+        total += _whole_optimizer_memory(buffer, here, is_sharded=is_sharded)
+    return total
 
 
 def _whole_optimizer_memory(buffer: BufferLayout, names: Sequence[str], *, is_sharded: bool) -> RankMemory:

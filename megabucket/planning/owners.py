@@ -6,12 +6,12 @@ parameters and of ranks, also where a parameter lies in the shards of a thousand
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
-from megabucket.layout import BucketLayout, BufferLayout, ModelLayout, OwnerPlan, plan_exchange
+from megabucket.layout import BucketLayout, BufferLayout, ModelLayout, OwnerPlan, plan_exchange, plan_owners
 from megabucket.layout.owners import lower_bound
 from megabucket.units import dtype_bytes
 
@@ -64,8 +64,9 @@ class RankTraffic(NamedTuple):
     """In both, so that they do not travel."""
 
 
-def describe_owners(layout: ModelLayout, plan: OwnerPlan) -> tuple[GroupOwners, ...]:
-    """Return the owners of each reduction group in numbers."""
+def describe_owners(layout: ModelLayout, whole_params: Collection[str]) -> tuple[GroupOwners, ...]:
+    """Return the owners of parameters that are updated whole, in numbers for each reduction group that has such."""
+    plan = plan_owners(layout, whole_params)
     return tuple(_group(layout, plan, group) for group in plan.num_ranks)
 
 

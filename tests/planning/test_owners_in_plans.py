@@ -74,7 +74,7 @@ def test_the_busiest_rank_of_8b_sends_little_more(dp_size, share):
 def test_a_rank_sends_about_a_share_of_the_matrices_twice(dp_size):
     layout, plan = llama_8b(dp_size, grad_reduce_in_fp32=False)
 
-    (dense,) = describe_owners(layout, plan)
+    (dense,) = describe_owners(layout, plan.owner_of)
 
     # (e_g + e_p) N / R, but a rank keeps about one part in R of what it owns; ranks are not quite equal.
     expected_bytes = (2 + 2) * dense.numel / dp_size * (dp_size - 1) / dp_size
