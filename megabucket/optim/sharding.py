@@ -131,6 +131,10 @@ class Sharding:
         """Return the update of a parameter in the buffers."""
         return self._update_at(self._group_of[name])
 
+    def is_of(self, shard: GradShard, part: int) -> bool:
+        """Return whether a gradient is of the parameters of one given optimizer."""
+        return self._update_at(shard.segment.group) is self.updates[part]
+
     def _update_at(self, group: int) -> Update:
         return next(update for update in reversed(self.updates) if update.first_group <= group)
 
@@ -415,7 +419,7 @@ class Sharding:
                 )
 
     def _watch_scalers(self) -> None:
-        """Let gradients that a loss scaler meets call the optimizer: withheld ones, and one reduced one of each dtype."""
+        """Let gradients that a loss scaler meets call the optimizer: withheld ones, and of each optimizer one of each dtype."""
         for buffer in self._ddp.param_and_grad_buffers:
             slots = list(buffer.slots.values())
             for slot in slots:
@@ -423,7 +427,8 @@ class Sharding:
                     slot.withheld.unscale = self._unscale
             # Which of the parameters that may be skipped will have a gradient is not known.
             may_skip = any(map(self._may_skip, buffer.slots))  # all or none
-            for slot in () if self._is_sharded else slots if may_skip else slots[:1]:
+            firsts = {self._update_at(self._group_of[slot.name]).first_group: slot for slot in reversed(slots)}
+            for slot in () if self._is_sharded else slots if may_skip else firsts.values():
                 shown = ReducedGrad.over(slot.in_buffer, self._unscale)
                 if slot.param.grad is slot.in_buffer:
                     slot.param.grad = shown

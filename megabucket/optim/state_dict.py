@@ -591,6 +591,41 @@ def pack(optimizers: Sequence[torch.optim.Optimizer], whole: WholeState) -> dict
     return packed
 
 
+def part_of(packed: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer], index: int) -> dict[str, Any]:
+    """Return the state dict of one optimizer, from that of several."""
+    first = sum(len(optimizer.param_groups) for optimizer in optimizers[:index])
+    groups = packed["param_groups"][first : first + len(optimizers[index].param_groups)]
+    place = {key: new for new, key in enumerate(chain.from_iterable(group["params"] for group in groups))}
+    computed_in = {place[key]: name for key, name in packed[OWN_KEY][_COMPUTED_IN].items() if key in place}
+    return {
+        "state": {place[key]: of for key, of in packed["state"].items() if key in place},
+        "param_groups": [{**group, "params": [place[key] for key in group["params"]]} for group in groups],
+        OWN_KEY: {_COMPUTED_IN: computed_in},
+    }
+
+
+def with_part(
+    packed: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer], index: int, part: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the state dict of several optimizers with another state of one of them."""
+    own = part_of(packed, optimizers, index)
+    _refuse(_group_problems([group["params"] for group in own["param_groups"]], part))
+    first = sum(len(optimizer.param_groups) for optimizer in optimizers[:index])
+    groups = [*packed["param_groups"]]
+    old = list(chain.from_iterable(group["params"] for group in groups[first : first + len(own["param_groups"])]))
+    new = list(chain.from_iterable(group["params"] for group in part["param_groups"]))
+    place = dict(zip(new, old, strict=True))
+    for offset, group in enumerate(part["param_groups"]):
+        groups[first + offset] = {**group, "params": [place[key] for key in group["params"]]}
+    state = {key: of for key, of in packed["state"].items() if key not in set(old)}
+    state |= {place.get(key, key): of for key, of in part["state"].items()}
+    named = (part.get(OWN_KEY) or {}).get(_COMPUTED_IN, {})
+    computed_in = {**packed[OWN_KEY][_COMPUTED_IN]}
+    for position, key in enumerate(old):
+        computed_in[key] = named.get(position, computed_in[key])
+    return {**packed, "state": state, "param_groups": groups, OWN_KEY: {_COMPUTED_IN: computed_in}}
+
+
 def unpack(
     optimizers: Sequence[torch.optim.Optimizer],
     names: Mapping[torch.Tensor, str],
