@@ -606,7 +606,8 @@ class TrainabilityChangedError(ModelChangedError):
         super().__init__(
             f"step {step}: after wrapping, rank {rank} has {changes} (requires_grad). A frozen parameter keeps "
             "its place in the buffer and gets no gradient; the gradient of an unfrozen one is never reduced, and replicas "
-            f"drift apart. Call ddp.rebuild() on every rank after changing requires_grad. {_DROPPED}"
+            "drift apart. Call ddp.rebuild() on every rank after changing requires_grad. With unused_parameters='skip' wrapped "
+            f"parameters may be frozen for a while, as the two halves of a GAN are in turn. {_DROPPED}"
         )
 
 

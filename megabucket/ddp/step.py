@@ -182,6 +182,7 @@ class GradSync:
         """Optimizers that must not step: those inside a ``DistributedOptimizer``, which asks ``skip_reason``."""
         self._is_leaving = False  # detach() waits for the other ranks, but not for long
         self._concludes_late = False  # forwards of the next step may begin before the step that was given up is concluded
+        self._resets_late = False  # the reduced gradients are cleared when the next step begins
         self._no_sync_depth = self._num_blocks = 0
         self.num_calls = 0
         """Number of collective calls that were entered."""
@@ -247,11 +248,13 @@ class GradSync:
         self._give_up_cleared_step()
         if not self._concludes_late:
             self.settle()
+        self._reset_if_due()
         self._begin("forward")
         self.counters.num_open_forwards += 1
 
     def _begin(self, phase: str) -> None:
-        if self.state is StepState.IDLE or (self.state in AGREED and self.counters.num_updates):
+        # COMMITTED ends with a vote, also after the update of one of several optimizers.
+        if self.state is StepState.IDLE or (self.state is StepState.PUBLISHED and self.counters.num_updates):
             self.enter(StepState.OPEN)
         self._communicator.progress.enter(self.step, phase)
 
@@ -259,6 +262,7 @@ class GradSync:
         """Open the next step, however the last one ended."""
         self._give_up_cleared_step()
         self.settle()
+        self._reset_if_due()
         if self.state in (StepState.IDLE, StepState.PUBLISHED):
             self.enter(StepState.OPEN)
 
@@ -343,6 +347,7 @@ class GradSync:
 
     def _follow_backward(self) -> Backward:
         self.settle()
+        self._reset_if_due()
         self._begin("backward")
         self.dropped = None
         backward = self.backward
@@ -719,6 +724,17 @@ class GradSync:
         """
         refuse_in_backward("zero_grad()")
         self.settle()
+        self._reset()
+
+    def reset_late(self) -> None:
+        """Reset when the next step begins: on the reduced gradients of this one, other optimizers may still step."""
+        self._resets_late = True
+
+    def _reset_if_due(self) -> None:
+        if self._resets_late:
+            self._reset()
+
+    def _reset(self) -> None:
         self.backward = None
         was_open = self.state is StepState.OPEN
         if self.state is StepState.LAUNCHING:
@@ -749,7 +765,7 @@ class GradSync:
 
     def _forget(self) -> None:
         """Forget the gradients, none of which a collective owns."""
-        self.skip_reason, self._concludes_late = "", False
+        self.skip_reason, self._concludes_late, self._resets_late = "", False, False
         self._schedule.reset()
         self.enter(StepState.IDLE)
 
@@ -981,6 +997,7 @@ class GradSync:
             MegabucketError: the last step was dropped on all ranks, and this rank has not raised its error yet.
         """
         self.settle(raises_again=True)
+        self._reset_if_due()
         # Gradients that no optimizer has used or cleared would be lost, like those of a microbatch.
         has_grads = self._awaits_update and any(slot.param.grad is not None for group in self.groups for slot in group.slots)
         if has_grads or not self.is_between_steps:

@@ -23,6 +23,7 @@ from megabucket.ddp.step import AGREED, REPORTED, UPDATING, StepState
 from megabucket.errors import ConfigError, PhaseError, UnreducedGradientsError, name_list, refuse_copies
 from megabucket.optim.kernels import find_kernels
 from megabucket.optim.norm import GlobalNorm, check_norm_settings, clip_by_norm
+from megabucket.optim.owner_exchange import OwnerExchange
 from megabucket.optim.sharding import Sharding
 from megabucket.optim.state_dict import pack, part_of, with_part
 
@@ -152,7 +153,7 @@ class DistributedOptimizer(SteppingForWrapper):
         self._changes: tuple[tuple[str, float], ...] = ()  # to the reduced gradients of one step
         self._has_loaded = False  # the gradients of the shards, for such a change
         self._changed_step = -1
-        self._stepped_parts: tuple[int, set[int]] = (-1, set())  # in which step given optimizers have stepped alone
+        self._done_in_step: tuple[int, frozenset[int]] = (-1, frozenset())  # parts, and the step
         self._skipped_step = -1
         self._unscaled_step, self._skips_unscaled = -1, False  # the last answer to a loss scaler
         self._versions: list[int] = []  # of the 16-bit gradients that were widened for it
@@ -333,6 +334,11 @@ class DistributedOptimizer(SteppingForWrapper):
         if is_early and only_makes_state(self.param_groups, self.ddp.param_names):
             self.sharding.make_state()
             return None
+        if self._parts_done:
+            raise PhaseError(
+                "step() of a DistributedOptimizer was called after one of its parts has stepped on the same gradients, which "
+                "would step twice. Step the other parts, or call zero_grad() and run backward before."
+            )
         self._step()
         return self.last_step if closure is None else value
 
@@ -357,8 +363,7 @@ class DistributedOptimizer(SteppingForWrapper):
                 self.skip(sync.skip_reason)
             else:
                 with sync.failing_on_all_ranks("optimizer.step()", UPDATING):
-                    if self.sharding.exchange is not None:
-                        self.send_to_owners()
+                    self.send_to_owners(part)
                     norm = self.global_norm.of(norms if measures_early else self.norms_of(part)) if needs_norm else math.nan
                     if needs_norm and not norm <= self.largest_norm:
                         self.skip(self.why_not(norm), norm=norm)
@@ -459,10 +464,17 @@ class DistributedOptimizer(SteppingForWrapper):
         self.ddp.sync.end_update()
         self.last_step = StepResult(updated=False, grad_norm=norm, reason=reason)
 
-    def send_to_owners(self) -> None:
-        """Send the gradients of parameters that one rank updates whole. They travel while the norm is taken."""
-        if self.sharding.exchange is not None:
-            self.sharding.exchange.launch_grads(are_widened=self._has_loaded)
+    def send_to_owners(self, part: int | None = None) -> None:
+        """Send the gradients of parameters that one rank updates whole. They travel while the norm is taken.
+
+        Args:
+            part: index of the given optimizer that steps; ``None``: all.
+        """
+        if (exchange := self._exchange_of(part)) is not None:
+            exchange.launch_grads(are_widened=self._has_loaded)
+
+    def _exchange_of(self, part: int | None) -> OwnerExchange | None:
+        return self.sharding.exchange if part is None or self.sharding.updates[part].is_whole else None
 
     def norms_of(self, part: int | None = None) -> list[torch.Tensor]:
         """Return the norms of the gradients of this rank that count in the global norm.
@@ -484,13 +496,15 @@ class DistributedOptimizer(SteppingForWrapper):
             part: index of the given optimizer that steps; ``None``: all.
         """
         sync, sharding, num_zeros = self.ddp.sync, self.sharding, None
-        updates = sharding.updates if part is None else sharding.updates[part : part + 1]
+        updates, exchange = sharding.updates if part is None else sharding.updates[part : part + 1], self._exchange_of(part)
+        if part is not None:
+            self.ddp.finish_param_sync()  # after another part's update it may still read the shards
         skipped = sync.skipped if sharding.skips_some else ()
         if self._settings["returns_num_zeros"]:
             used = [shard for shard in sharding.grad_shards if shard.counts and shard.segment.params[0] not in skipped]
             num_zeros = self.global_norm.num_zeros((shard.grad for shard in used), numel=sum(shard.numel for shard in used))
-        if sharding.exchange is not None:
-            sharding.exchange.finish_grads()
+        if exchange is not None:
+            exchange.finish_grads()
         grads = list(map(_grad if self._has_loaded else _load_grad, chain.from_iterable(map(_shards, updates))))
         try:
             if max_norm > 0:
@@ -499,44 +513,77 @@ class DistributedOptimizer(SteppingForWrapper):
                 update.step(sharding.state, skipped=skipped)
         finally:
             sharding.store_values()
-        if sharding.exchange is not None:
-            sharding.exchange.return_values()
+        if exchange is not None:
+            exchange.return_values()
         # Before a joint update the last fence has compared the hyperparameters; otherwise the next one does.
         sync.counters.note_update(() if sync.updates_jointly else sync.counters.hyperparameters)
         if self._is_sharded:
             for group in sync.groups:
                 group.mark_params_stale()
             self.ddp.start_param_sync()
-        if part is None or self._ends_step(part):
+        if part is None or self._is_last_part(part):
             sync.end_update()
         # Without a norm of the whole model, one over some of its ranks was taken to find non-finite gradients.
         self.last_step = StepResult(
             updated=True, grad_norm=norm if self._has_norm else math.nan, reason="", num_zeros=num_zeros
         )
 
-    def _ends_step(self, part: int) -> bool:
-        """Note that a given optimizer has stepped alone; return whether all have, on the gradients of this step."""
-        step, before = self._stepped_parts
-        stepped = {part} | before if step == self.ddp.sync.step else {part}
-        self._stepped_parts = self.ddp.sync.step, stepped
-        return len(stepped) == len(self.torch_optimizers)
+    # Parts #
+
+    @property
+    def _parts_done(self) -> frozenset[int]:
+        """The parts that have stepped alone on the gradients of this step, or are cleared after all ranks have skipped it."""
+        sync, (step, done) = self.ddp.sync, self._done_in_step
+        return done if sync.is_reduced and step == sync.step else frozenset()
+
+    def _is_last_part(self, part: int) -> bool:
+        """Note that a part is done; return whether all are."""
+        done = self._parts_done | {part}
+        self._done_in_step = self.ddp.sync.step, done
+        return len(done) == len(self.torch_optimizers)
 
     def step_part(self, part: int) -> StepResult | None:
         """Step one of the given optimizers, on its own norm; the others may step on the same gradients after it.
+
+        If all ranks skip the update, the parts that step after it are skipped as well.
 
         Raises:
             PhaseError: it has stepped on them.
             MegabucketError: as ``step``.
         """
-        sync, (step, stepped) = self.ddp.sync, self._stepped_parts
-        if sync.is_reduced and step == sync.step and part in stepped:
+        sync, given = self.ddp.sync, self.torch_optimizers[part]
+        is_early = sync.state in (StepState.IDLE, StepState.OPEN)
+        if is_early and only_makes_state(given.param_groups, self.ddp.param_names):
+            self.sharding.make_state()
+            return None
+        if part in self._parts_done:
             raise PhaseError(
-                f"{type(self.torch_optimizers[part]).__name__}.step() was called twice on the same gradients: no backward has "
-                "run since. Run backward and zero_grad() between two steps."
+                f"{type(given).__name__}.step() was called twice on the same gradients: no backward has run since. Run backward "
+                "and zero_grad() between two steps."
             )
-        if not (sync.is_reduced and self._skipped_step == sync.step):  # else all ranks have skipped the step, for all parts
+        if self._is_skipped:
+            sync.check_not_dropped()
+            self._is_last_part(part)
+        else:
             self._step(part)
         return self.last_step
+
+    @property
+    def _is_skipped(self) -> bool:
+        """Whether all ranks have skipped the update with the gradients of this step, which are not cleared yet."""
+        return self.ddp.sync.is_reduced and self._skipped_step == self.ddp.sync.step
+
+    def zero_grad_of_part(self, part: int, *, set_to_none: bool) -> None:
+        """Clear all gradients of the wrapped module, but let the other parts step on those of this step before.
+
+        They are cleared by the last part, or when the next forward begins.
+        """
+        if self._is_skipped:
+            self._is_last_part(part)
+        if part in self._parts_done and len(self._parts_done) < len(self.torch_optimizers):
+            self.ddp.sync.reset_late()
+        else:
+            self.zero_grad(set_to_none)
 
     def why_not(self, norm: float) -> str:
         """Return why no rank updates with this norm."""
@@ -789,8 +836,11 @@ class OptimizerPart(SteppingForWrapper):
         return result if closure is None else value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients of the wrapped module."""
-        self.whole.zero_grad(set_to_none=set_to_none)
+        """Clear all gradients of the wrapped module.
+
+        After a step, while other parts have not stepped on the same gradients: when they have, or when the next forward begins.
+        """
+        self.whole.zero_grad_of_part(self.index, set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the given optimizer over whole parameters. Collective; see ``DistributedOptimizer``."""

@@ -1,0 +1,430 @@
+"""``optimizer.parts``: the torch optimizers of one wrapper stepped one by one, as in plain torch on the mean gradient."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch.nn.functional import softplus
+
+from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megabucket.errors import (
+    CheckpointMismatchError,
+    MegabucketError,
+    PhaseError,
+    ReplicasDivergedError,
+    UnreducedGradientsError,
+    WrapperBrokenError,
+)
+from megabucket.testing import LoopbackWorld
+
+SHARDED = {"use_distributed_optimizer": True}
+MODES = pytest.mark.parametrize(
+    "switches",
+    [{}, SHARDED, {**SHARDED, "overlap_param_gather": True}],
+    ids=["all_reduce", "reduce_scatter", "overlapped gather"],
+)
+
+
+class Gan(torch.nn.Module):
+    """A generator and a judge, with a loss each."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.maker = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.GELU(), torch.nn.Linear(7, 3))
+        self.judge = torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.GELU(), torch.nn.Linear(6, 1))
+
+    def forward(self, noise, real=None):
+        if real is None:
+            return softplus(-self.judge(self.maker(noise))).mean()
+        return softplus(-self.judge(real)).mean() + softplus(self.judge(self.maker(noise).detach())).mean()
+
+
+def batch(step, rank, index=0):
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + index)
+    return torch.randn(4, 5, generator=generator), torch.randn(4, 3, generator=generator)
+
+
+def adams(model):
+    return [
+        torch.optim.AdamW(model.maker.parameters(), lr=0.02, betas=(0.5, 0.9)),
+        torch.optim.Adam(model.judge.parameters(), lr=0.01),
+    ]
+
+
+def muon_and_adamw(model):
+    matrices = [param for param in model.parameters() if param.ndim == 2]
+    vectors = [param for param in model.parameters() if param.ndim < 2]
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(vectors, lr=0.01)]
+
+
+def sgds(model):
+    return [torch.optim.SGD(part.parameters(), lr=0.5) for part in (model.maker, model.judge)]
+
+
+class Ranks:
+    """A wrapped copy of the model on each rank, with an optimizer over several torch optimizers."""
+
+    def __init__(self, size=2, make=adams, *, model=None, completion="immediate", optimizer=None, **switches):
+        self.world = LoopbackWorld(size, completion=completion, timeout_s=20)
+        model = Gan() if model is None else model
+        self.modules = [copy.deepcopy(model) for _ in range(size)]
+        config = DistributedDataParallelConfig(**{"bucket_size": 40} | switches)
+
+        def wrap(rank):
+            ddp = DistributedDataParallel(self.modules[rank], config, communicator=self.world.communicator(rank))
+            return ddp, DistributedOptimizer(make(ddp.module), ddp, **optimizer or {})
+
+        self.wrapped = self.world.run(wrap)
+
+    def run(self, program):
+        """Call ``program(rank, ddp, optimizer)`` on every rank."""
+        return self.world.run(lambda rank: program(rank, *self.wrapped[rank]))
+
+    @property
+    def weights(self):
+        """The weights of all ranks, which are equal."""
+        self.run(lambda _, ddp, __: ddp.finish_param_sync())
+        of_ranks = [[param.detach().clone() for param in module.parameters()] for module in self.modules]
+        assert all(equal(weights, of_ranks[0]) for weights in of_ranks)
+        return of_ranks[0]
+
+
+def equal(found, expected):
+    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def assert_near(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6)
+
+
+def both_losses(model, step, rank, index=0):
+    noise, real = batch(step, rank, index)
+    return model(noise) + model(noise, real)
+
+
+def error_of(call):
+    try:
+        call()
+    except MegabucketError as error:
+        return error
+    return None
+
+
+# One backward, several optimizers #
+
+
+@MODES
+@pytest.mark.parametrize("make", [adams, muon_and_adamw])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_parts_that_step_one_after_another_end_with_the_weights_of_a_joint_step(switches, make, order):
+    jointly, in_turn = Ranks(3, make, **switches), Ranks(3, make, **switches)
+
+    def joint(rank, ddp, optimizer):
+        for step in range(4):
+            both_losses(ddp, step, rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def one_by_one(rank, ddp, optimizer):
+        for step in range(4):
+            both_losses(ddp, step, rank).backward()
+            assert [optimizer.parts[part].step().updated for part in order] == [True, True]
+            optimizer.zero_grad()
+
+    jointly.run(joint)
+    in_turn.run(one_by_one)
+
+    assert equal(in_turn.weights, jointly.weights)
+
+
+@MODES
+def test_each_part_clears_its_gradients_after_its_step_as_with_plain_torch(switches):
+    jointly, in_turn = Ranks(2, **switches), Ranks(2, **switches)
+
+    def joint(rank, ddp, optimizer):
+        for step in range(4):
+            both_losses(ddp, step, rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def one_by_one(rank, ddp, optimizer):
+        for step in range(4):
+            both_losses(ddp, step, rank).backward()
+            for part in optimizer.parts:
+                part.step()
+                part.zero_grad()
+            assert all(param.grad is None for param in ddp.module.parameters())
+
+    jointly.run(joint)
+    in_turn.run(one_by_one)
+
+    assert equal(in_turn.weights, jointly.weights)
+
+
+@MODES
+def test_each_part_clips_by_the_norm_of_its_parameters(switches):
+    ranks = Ranks(2, sgds, optimizer={"clip_grad": 0.05}, **switches)
+    plain, optimizers, norms = Gan(), None, []
+    optimizers = sgds(plain)
+    for step in range(3):
+        (sum(both_losses(plain, step, rank) for rank in range(2)) / 2).backward()
+        for optimizer, of_part in zip(optimizers, (plain.maker, plain.judge), strict=True):
+            norms.append(float(torch.nn.utils.clip_grad_norm_(of_part.parameters(), 0.05)))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def run(rank, ddp, optimizer):
+        found = []
+        for step in range(3):
+            both_losses(ddp, step, rank).backward()
+            found += [part.step().grad_norm for part in optimizer.parts]
+            optimizer.zero_grad()
+        return found
+
+    found = ranks.run(run)
+
+    assert found[0] == found[1] == pytest.approx(norms, rel=1e-5)
+    assert min(norms) > 0.05
+    assert_near(ranks.weights, plain.parameters())
+
+
+@MODES
+def test_a_part_may_be_clipped_by_hand_before_its_step(switches):
+    ranks = Ranks(2, sgds, **switches)
+    plain, norms = Gan(), []
+    optimizers = sgds(plain)
+    for step in range(3):
+        (sum(both_losses(plain, step, rank) for rank in range(2)) / 2).backward()
+        for optimizer, of_part in zip(optimizers, (plain.maker, plain.judge), strict=True):
+            norms.append(float(torch.nn.utils.clip_grad_norm_(of_part.parameters(), 0.05)))
+            optimizer.step()
+        plain.zero_grad()
+
+    def run(rank, ddp, optimizer):
+        found = []
+        for step in range(3):
+            both_losses(ddp, step, rank).backward()
+            for part in optimizer.parts:
+                found.append(float(part.clip_grad_norm_(0.05)))
+                part.step()
+            optimizer.zero_grad()
+        return found
+
+    found = ranks.run(run)
+
+    assert found[0] == found[1] == pytest.approx(norms, rel=1e-5)
+    assert_near(ranks.weights, plain.parameters())
+
+
+@MODES
+def test_microbatches_accumulate_before_parts_step(switches):
+    ranks, plain = Ranks(2, **switches), Gan()
+    optimizers = adams(plain)
+    for step in range(3):
+        for index in range(2):
+            (sum(both_losses(plain, step, rank, index) for rank in range(2)) / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        plain.zero_grad()
+
+    def run(rank, ddp, optimizer):
+        for step in range(3):
+            with ddp.no_sync():
+                both_losses(ddp, step, rank, 0).backward()
+            both_losses(ddp, step, rank, 1).backward()
+            for part in optimizer.parts:
+                part.step()
+                part.zero_grad()
+
+    ranks.run(run)
+
+    assert_near(ranks.weights, plain.parameters())
+
+
+@MODES
+def test_each_part_follows_its_own_scheduler(switches):
+    def schedulers(optimizers):
+        first, second = optimizers
+        return [torch.optim.lr_scheduler.StepLR(first, 1, 0.5), torch.optim.lr_scheduler.OneCycleLR(second, 0.1, total_steps=5)]
+
+    ranks, plain = Ranks(2, **switches), Gan()
+    optimizers = adams(plain)
+    of_plain = schedulers(optimizers)
+    for step in range(4):
+        (sum(both_losses(plain, step, rank) for rank in range(2)) / 2).backward()
+        for optimizer, scheduler in zip(optimizers, of_plain, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+
+    def run(rank, ddp, optimizer):
+        made = schedulers(optimizer.parts)
+        for step in range(4):
+            both_losses(ddp, step, rank).backward()
+            for part, scheduler in zip(optimizer.parts, made, strict=True):
+                part.step()
+                part.zero_grad()
+                scheduler.step()
+        return [part.param_groups[0]["lr"] for part in optimizer.parts]
+
+    assert ranks.run(run) == [[optimizer.param_groups[0]["lr"] for optimizer in optimizers]] * 2
+    assert_near(ranks.weights, plain.parameters())
+
+
+# A GAN: several backwards, each with the step of one part #
+
+
+def train_plain_gan(size, *, steps=4, toggles=True):
+    """One process on the mean loss of all ranks. As torch DDP does with find_unused_parameters=True."""
+    plain = Gan()
+    optimizers = adams(plain)
+    for step in range(steps):
+        of_ranks = [batch(step, rank) for rank in range(size)]
+        for optimizer, other, loss in (
+            (optimizers[0], plain.judge, lambda of_ranks=of_ranks: sum(plain(noise) for noise, _ in of_ranks) / size),
+            (optimizers[1], plain.maker, lambda of_ranks=of_ranks: sum(plain(*both) for both in of_ranks) / size),
+        ):
+            other.requires_grad_(not toggles)
+            loss().backward()
+            other.requires_grad_(True)
+            optimizer.step()
+            plain.zero_grad()
+    return list(plain.parameters())
+
+
+@MODES
+@pytest.mark.parametrize("toggles", [True, False])
+@pytest.mark.parametrize("clears", ["before", "after"])
+def test_a_gan_ends_with_the_weights_of_plain_torch(switches, toggles, clears):
+    ranks = Ranks(2, unused_parameters="skip", **switches)
+
+    def run(rank, ddp, optimizer):
+        (maker, judge), gan = optimizer.parts, ddp.module
+        for step in range(4):
+            noise, real = batch(step, rank)
+            for part, other, inputs in ((maker, gan.judge, (noise,)), (judge, gan.maker, (noise, real))):
+                if toggles:
+                    other.requires_grad_(False)
+                if clears == "before":
+                    part.zero_grad()
+                ddp(*inputs).backward()
+                assert part.step().updated
+                if clears == "after":
+                    part.zero_grad()
+                other.requires_grad_(True)
+
+    ranks.run(run)
+
+    assert_near(ranks.weights, train_plain_gan(2))
+
+
+@MODES
+def test_a_half_of_a_gan_that_no_loss_uses_keeps_its_state(switches):
+    ranks = Ranks(2, unused_parameters="skip", **switches)
+
+    def run(rank, ddp, optimizer):
+        for step in range(3):
+            ddp(*batch(step, rank)).backward()
+            optimizer.parts[1].step()
+            optimizer.parts[1].zero_grad()
+        return [part.state_dict()["state"] for part in optimizer.parts]
+
+    maker, judge = ranks.run(run)[0]
+
+    assert not maker
+    assert [float(of["step"]) for of in judge.values()] == [3.0] * 4
+    assert equal(ranks.weights[:4], list(Gan().maker.parameters()))
+
+
+# Calls that are wrong #
+
+
+@MODES
+def test_a_part_that_steps_twice_is_an_error_on_all_ranks_and_the_other_may_step(switches):
+    ranks = Ranks(2, **switches)
+
+    def run(rank, ddp, optimizer):
+        both_losses(ddp, 0, rank).backward()
+        optimizer.parts[0].step()
+        errors = [error_of(optimizer.parts[0].step), error_of(optimizer.step)]
+        optimizer.parts[1].step()
+        optimizer.zero_grad()
+        return errors
+
+    for twice, jointly in ranks.run(run):
+        assert isinstance(twice, PhaseError)
+        assert "AdamW.step() was called twice" in str(twice)
+        assert isinstance(jointly, PhaseError)
+        assert "after one of its parts" in str(jointly)
+    expected = Ranks(2, **switches)
+    expected.run(lambda rank, ddp, optimizer: [both_losses(ddp, 0, rank).backward(), optimizer.step()])
+    assert equal(ranks.weights, expected.weights)
+
+
+@MODES
+def test_a_part_steps_on_reduced_gradients_only(switches):
+    ranks = Ranks(2, **switches)
+
+    def run(rank, ddp, optimizer):
+        with ddp.no_sync():
+            both_losses(ddp, 0, rank).backward()
+        return error_of(optimizer.parts[0].step)
+
+    assert [type(error) for error in ranks.run(run)] == [UnreducedGradientsError] * 2
+
+
+def after(rank, ddp, optimizer, *, rank_of_first, first, second):
+    """Step a part on all ranks, then play ``first`` on one rank and ``second`` on the others; return all errors.
+
+    Then take a whole step, or find the wrapper broken.
+    """
+    found = []
+    both_losses(ddp, 0, rank).backward()
+    calls = [lambda: optimizer.parts[0].step()] if first is not None else []
+    own = (first or (lambda _, o: o.parts[0].step())) if rank == rank_of_first else second
+    calls.append(lambda: own(ddp, optimizer))
+
+    def go_on():
+        optimizer.zero_grad()
+        both_losses(ddp, 1, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    calls += [go_on, go_on, go_on]
+    for call in calls:
+        found.append(error_of(call))
+    return found
+
+
+DIFFERENT = {
+    "other parts": (None, lambda _, optimizer: optimizer.parts[1].step()),
+    "zero_grad": (lambda _, optimizer: optimizer.zero_grad(), lambda _, optimizer: optimizer.parts[1].step()),
+    "zero_grad of a part": (
+        lambda _, optimizer: (optimizer.parts[0].zero_grad(), both_losses(optimizer.ddp, 1, 0).backward()),
+        lambda _, optimizer: optimizer.parts[1].step(),
+    ),
+    "the next forward": (
+        lambda ddp, optimizer: both_losses(ddp, 1, 0).backward(),
+        lambda _, optimizer: optimizer.parts[1].step(),
+    ),
+    "the same part": (lambda _, optimizer: optimizer.parts[0].step(), lambda _, optimizer: optimizer.parts[1].step()),
+}
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("how", DIFFERENT)
+@pytest.mark.parametrize("completion", ["immediate", "deferred"])
+@MODES
+def test_ranks_that_do_not_step_the_same_parts_get_one_error(switches, how, odd, completion):
+    first, second = DIFFERENT[how]
+    ranks = Ranks(2, completion=completion, **switches)
+
+    found = ranks.run(lambda *rank: after(*rank, rank_of_first=odd, first=first, second=second))
+
+    texts = [{str(error).replace("[rank 0] ", "").replace("[rank 1] ", "") for error in errors if error} for errors in found]
+    assert texts[0] & texts[1], found  # one that all ranks have raised
+    is_broken = any(isinstance(errors[-1], WrapperBrokenError | ReplicasDivergedError) for errors in found)
+    assert is_broken or found[0][-1] is found[1][-1] is None, found
