@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 from operator import attrgetter, methodcaller
-from typing import Any, Final, Literal, Protocol, TypeVar, overload
+from typing import Any, Final, Literal, NoReturn, Protocol, TypeVar, overload
 
 import torch
 
@@ -25,6 +25,7 @@ from megabucket.optim.kernels import find_kernels
 from megabucket.optim.norm import GlobalNorm, check_norm_settings, clip_by_norm
 from megabucket.optim.owner_exchange import OwnerExchange
 from megabucket.optim.sharding import Sharding
+from megabucket.optim.shards import GradShard
 from megabucket.optim.state_dict import pack, part_of, with_part
 
 _Loss = TypeVar("_Loss")
@@ -335,9 +336,9 @@ class DistributedOptimizer(SteppingForWrapper):
             self.sharding.make_state()
             return None
         if self._parts_done:
-            raise PhaseError(
-                "step() of a DistributedOptimizer was called after one of its parts has stepped on the same gradients, which "
-                "would step twice. Step the other parts, or call zero_grad() and run backward before."
+            self._refuse_second_step(
+                "step() of a DistributedOptimizer was called after one of its parts has stepped on the same gradients, and "
+                "would step again. Step the other parts, or run backward and zero_grad() before."
             )
         self._step()
         return self.last_step if closure is None else value
@@ -482,11 +483,10 @@ class DistributedOptimizer(SteppingForWrapper):
         Args:
             part: index of the given optimizer whose parameters are measured; ``None``: of all.
         """
-        counted = [shard for shard in self.sharding.grad_shards if shard.counts]
-        if part is not None:
-            counted = [shard for shard in counted if self.sharding.is_of(shard, part)]
         # Unless they were loaded to be changed, the buffers have the same values.
-        return [self.global_norm.of_grad(shard.grad if self._has_loaded else shard.buffer_grads) for shard in counted]
+        return [
+            self.global_norm.of_grad(shard.grad if self._has_loaded else shard.buffer_grads) for shard in self._counted(part)
+        ]
 
     def update(self, norm: float, *, max_norm: float, part: int | None = None) -> None:
         """Clip, step on the shards and gather the parameters.
@@ -557,7 +557,7 @@ class DistributedOptimizer(SteppingForWrapper):
             self.sharding.make_state()
             return None
         if part in self._parts_done:
-            raise PhaseError(
+            self._refuse_second_step(
                 f"{type(given).__name__}.step() was called twice on the same gradients: no backward has run since. Run backward "
                 "and zero_grad() between two steps."
             )
@@ -567,6 +567,12 @@ class DistributedOptimizer(SteppingForWrapper):
         else:
             self._step(part)
         return self.last_step
+
+    def _refuse_second_step(self, problem: str) -> NoReturn:
+        error = PhaseError(problem)
+        if self.ddp.sync.state in AGREED:
+            self.ddp.sync.refuse_update(error)  # another rank may step another part, and waits
+        raise error
 
     @property
     def _is_skipped(self) -> bool:
@@ -663,6 +669,14 @@ class DistributedOptimizer(SteppingForWrapper):
                 other parts of the model.
             MegabucketError: as ``step``.
         """
+        return self.clip_part(max_norm, norm_type)
+
+    def clip_part(self, max_norm: float, norm_type: float | None = None, *, part: int | None = None) -> torch.Tensor:
+        """Clip as ``clip_grad_norm_`` does, by the norm over the parameters of one given optimizer.
+
+        Args:
+            part: its index; ``None``: all of them, by one norm.
+        """
         if not max_norm >= 0:
             raise ConfigError(f"max_norm must be a number >= 0, got {max_norm!r}")
         kind = self._settings["norm_type"] if norm_type is None else norm_type
@@ -673,12 +687,14 @@ class DistributedOptimizer(SteppingForWrapper):
             return _number(math.nan)
         self.prepare_step()
         with self.ddp.sync.failing_on_all_ranks("clip_grad_norm_()", self._final_states):
-            grads = self._take_grads(f"clip_grad_norm_({float(max_norm)}, norm_type={float(kind)})")
+            where = "" if part is None else f" of part {part}"
+            self._take_grads(f"clip_grad_norm_({float(max_norm)}, norm_type={float(kind)}){where}")
             over_ranks = self._norm_of_type(kind)
-            norm = over_ranks.of(map(over_ranks.of_grad, self._counted()))
+            norm = over_ranks.of([over_ranks.of_grad(shard.grad) for shard in self._counted(part)])
             if math.isfinite(norm):
+                grads = [shard.grad for shard in self._grad_shards_of(part)]
                 clip_by_norm(grads, norm=norm, max_norm=max_norm, scale=self._kernels.scale)
-            self._changes = (*self._changes, ("clip_grad_norm_()", float(max_norm)), ("its norm_type", float(kind)))
+            self._changes = (*self._changes, (f"clip_grad_norm_(){where}", float(max_norm)), ("its norm_type", float(kind)))
         return _number(norm)
 
     def _take_grads(self, call: str, *, in_buffer: bool = False) -> list[torch.Tensor]:
@@ -710,9 +726,13 @@ class DistributedOptimizer(SteppingForWrapper):
         widened = {id(one.buffer): one.buffer for one in self.sharding.grad_shards if one.buffer_grads.dtype != one.dtype}
         return [buffer.grad_data._version for buffer in widened.values()]  # not of shards, which a change of state cuts again
 
-    def _counted(self) -> list[torch.Tensor]:
-        """Return the loaded gradients that count in the norm."""
-        return [shard.grad for shard in self.sharding.grad_shards if shard.counts]
+    def _grad_shards_of(self, part: int | None) -> list[GradShard]:
+        """Return the gradients of this rank, of one given optimizer or of all."""
+        return [shard for shard in self.sharding.grad_shards if part is None or self.sharding.is_of(shard, part)]
+
+    def _counted(self, part: int | None) -> list[GradShard]:
+        """Return those that count in the norm."""
+        return [shard for shard in self._grad_shards_of(part) if shard.counts]
 
     def _check_nothing_is_lost(self) -> None:
         if self._versions != self._versions_of_widened():
@@ -834,6 +854,11 @@ class OptimizerPart(SteppingForWrapper):
         with torch.inference_mode(False), torch.no_grad():
             result = self.whole.step_part(self.index)
         return result if closure is None else value
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float | None = None) -> torch.Tensor:
+        """Clip the gradients of this optimizer by their own norm, and return it. See ``DistributedOptimizer``."""
+        with torch.inference_mode(False), torch.no_grad():
+            return self.whole.clip_part(max_norm, norm_type, part=self.index)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients of the wrapped module.
