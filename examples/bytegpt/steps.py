@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,8 +27,8 @@ class Trainee:
 
     title: str
     model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    """Its learning rate is set and its gradients are cleared."""
+    optimizers: Sequence[torch.optim.Optimizer]
+    """Their learning rates are set and their gradients are cleared."""
     no_sync: Callable[[], AbstractContextManager[None]]
     """Context for all but the last microbatch of a step."""
     step: Callable[[], StepResult]
@@ -51,7 +52,8 @@ def train_step(trainee: Trainee, microbatches: Sequence[Batch]) -> tuple[float, 
             loss.backward()
         losses.append(loss.detach())
     result = trainee.step()
-    trainee.optimizer.zero_grad()
+    for optimizer in trainee.optimizers:
+        optimizer.zero_grad()
     return float(torch.stack(losses).sum()) / NATS_PER_BIT, result
 
 
@@ -83,7 +85,7 @@ class StepLoop:
     def _run_step(self, step: int) -> dict[str, Any]:
         start_s = time.perf_counter()
         rate = self._task.learning_rate(step)
-        for group in self._trainee.optimizer.param_groups:
+        for group in chain.from_iterable(optimizer.param_groups for optimizer in self._trainee.optimizers):
             group["lr"] = rate
         with self._trainee.whole_step():
             bits, result = train_step(self._trainee, self._task.microbatches(step))

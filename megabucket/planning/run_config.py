@@ -23,8 +23,9 @@ Decay = Annotated[NonNegative, at.Lt(1)]
 class OptimizerConfig(Section):
     """The torch optimizer, whose state per element is a part of the memory of a rank."""
 
-    name: Literal["adamw", "adam", "sgd"] = "adamw"
-    """The class in ``torch.optim``: ``AdamW``, ``Adam`` or ``SGD``."""
+    name: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
+    """The class in ``torch.optim``: ``AdamW``, ``Adam``, ``SGD`` or ``Muon``. Muon updates matrices whole, each at an owner,
+    and AdamW the rest: embeddings, the output projection, and what is no matrix."""
 
     momentum: Decay = 0.0
     """Momentum of SGD; nothing else reads it."""
