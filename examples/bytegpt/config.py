@@ -24,8 +24,8 @@ class OptimizerConfig(Optimizer):
     """Which torch optimizer steps, and its schedule: linear warm-up, then a cosine to a fraction of ``lr``."""
 
     name: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
-    """The class in ``torch.optim``: ``AdamW``, ``Adam``, ``SGD`` or ``Muon``. Muon steps on the matrices of the blocks and AdamW
-    on the rest: embeddings, head, norms and biases. Both have the same learning rate (``match_rms_adamw``)."""
+    """The class in ``torch.optim``: ``AdamW``, ``Adam``, ``SGD`` or ``Muon``. Muon steps on the matrices of the blocks, AdamW on
+    the rest: embeddings, head, norms and biases. Both have the same learning rate (``match_rms_adamw``)."""
 
     lr: Positive = 3e-4
     """Learning rate at the end of the warm-up, the highest of the run."""
