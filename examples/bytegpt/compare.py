@@ -70,11 +70,11 @@ def compare_with_torch(
     optimizers = make_optimizers(program.optimizer, dict(module.named_parameters()))
     step = _stepper(program.optimizer, module, optimizers)
     if ranks.backend == "none":
-        name, trainee = "plain torch", Trainee("plain torch", module, optimizers, nullcontext, step)
+        name, trainee = "plain torch", Trainee("plain torch", module, optimizers, module.zero_grad, nullcontext, step)
     else:
         devices = [ranks.device] if ranks.device.type == "cuda" else None
         wrapped = torch.nn.parallel.DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True)
-        name, trainee = "torch DDP", Trainee("torch DDP", wrapped, optimizers, wrapped.no_sync, step)
+        name, trainee = "torch DDP", Trainee("torch DDP", wrapped, optimizers, module.zero_grad, wrapped.no_sync, step)
     loop = StepLoop(task, trainee, progress=progress, log=MetricsLog(None))
     train_s = loop.run()
     theirs = {name: weight for name, weight in module.state_dict().items() if weight.numel()}

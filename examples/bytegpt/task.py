@@ -49,9 +49,11 @@ class Task:
         """Return the model with its initial weights: the same on every rank and at every call."""
         return initial_model(self.config, self.model, self.ranks.device)
 
-    def learning_rate(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0."""
-        return learning_rate(self.config.program.optimizer, step=step, num_steps=self.config.program.train.steps)
+    def learning_rate(self, step: int, *, kind: type[torch.optim.Optimizer] = torch.optim.AdamW) -> float:
+        """Return the learning rate of a step, counted from 0, for an optimizer of this class."""
+        config = self.config.program.optimizer
+        peak = config.muon_lr if kind is torch.optim.Muon else config.lr
+        return learning_rate(config.model_copy(update={"lr": peak}), step=step, num_steps=self.config.program.train.steps)
 
     def microbatches(self, step: int) -> list[Batch]:
         """Return this rank's microbatches of a step: its share of the windows of all ranks.
@@ -141,8 +143,7 @@ def make_optimizers(config: OptimizerConfig, params: Mapping[str, torch.nn.Param
         return [_make_elementwise(config, params.values())]
     matrices = [param for name, param in params.items() if name.startswith("blocks.") and param.ndim == 2]
     rest = [param for name, param in params.items() if not (name.startswith("blocks.") and param.ndim == 2)]
-    # With this factor an update is as large as one of AdamW, so one learning rate fits both.
-    muon = torch.optim.Muon(matrices, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon(matrices, lr=config.muon_lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
     return [muon, _make_elementwise(config, rest)]
 
 

@@ -92,7 +92,16 @@ def _train(task: Task, progress: Progress, log: MetricsLog, *, compares: bool) -
         log.write("evaluation", {"step": step, "held_out_bits_per_byte": bits})
         return bits
 
-    trainee = Trainee("train", model, [optimizer], model.no_sync, optimizer.step, model.step, lambda: model.last_step_trace)
+    trainee = Trainee(
+        "train",
+        model,
+        torch_optimizers,
+        optimizer.zero_grad,
+        model.no_sync,
+        optimizer.step,
+        model.step,
+        lambda: model.last_step_trace,
+    )
     loop = StepLoop(task, trainee, progress=progress, log=log)
     saver = None if program.checkpoint.folder is None else RunSaver(task, model, optimizer, start, log)
     with nullcontext() if saver is None else saver.noting_signals():
