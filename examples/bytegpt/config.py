@@ -23,6 +23,9 @@ Steps = Annotated[int, at.Ge(0), at.Le(10**9)]
 class OptimizerConfig(Optimizer):
     """Which torch optimizer steps, and its schedule: linear warm-up, then a cosine to a fraction of ``lr``."""
 
+    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    """The class in ``torch.optim``: ``AdamW``, ``Adam`` or ``SGD``."""
+
     lr: Positive = 3e-4
     """Learning rate at the end of the warm-up, the highest of the run."""
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from operator import attrgetter, methodcaller
 from typing import Any, Final, Literal, Protocol, TypeVar, overload
 
 import torch
@@ -26,6 +27,8 @@ from megabucket.optim.sharding import Sharding
 from megabucket.optim.state_dict import pack
 
 _Loss = TypeVar("_Loss")
+_grad: Final = attrgetter("grad")
+_load_grad: Final = methodcaller("load_grad")
 _LOSS_SCALE: Final = "loss scale"
 _SWITCHES: Final = ("train", "eval")
 """Methods of schedule-free optimizers that write to the weights."""
@@ -162,6 +165,8 @@ class DistributedOptimizer(SteppingForWrapper):
         self._kernels = find_kernels(self._settings["kernels"], grads[0].device)
         self.global_norm = self._norm_of_type(self._settings["norm_type"])
         self.ddp.sync.expect_updates(jointly=self._is_sharded or self.global_norm.is_collective)
+        # In these the other ranks go on, so that a failure of this rank breaks the wrapper.
+        self._final_states = UPDATING if self.ddp.sync.updates_jointly else REPORTED
         # Sums of float16 may overflow, and nothing else tests them after a reduce-scatter.
         has_untested_sums = self._is_sharded and any(grad.dtype == torch.float16 for grad in grads)
         has_untested_grads = has_untested_sums or not (policy.has_fence and policy.tests_finite)
@@ -339,10 +344,9 @@ class DistributedOptimizer(SteppingForWrapper):
                 self.skip(sync.skip_reason)
             else:
                 with sync.failing_on_all_ranks("optimizer.step()", UPDATING):
-                    self.begin_update()
-                    norm = math.nan
-                    if needs_norm:
-                        norm = self.global_norm.of(norms if measures_early else self.norms_of())
+                    if self.sharding.exchange is not None:
+                        self.send_to_owners()
+                    norm = self.global_norm.of(norms if measures_early else self.norms_of()) if needs_norm else math.nan
                     if needs_norm and not norm <= self.largest_norm:
                         self.skip(self.why_not(norm), norm=norm)
                     else:
@@ -387,8 +391,8 @@ class DistributedOptimizer(SteppingForWrapper):
             if not self._has_norm and self.clip_grad > 0:
                 self.sharding.check_norm(is_wanted=True)
             self.sharding.check_is_untouched()
-            check_learning_rates(self.param_groups)
-            hyperparameters = read_hyperparameters(self.param_groups)
+            check_learning_rates(groups := self.sharding.param_groups)
+            hyperparameters = read_hyperparameters(groups)
             sync.counters.announce_update((*hyperparameters, ("clip_grad", float(self.clip_grad)), *self._changes, *also))
             if self._has_loaded:
                 self._check_nothing_is_lost()
@@ -399,8 +403,7 @@ class DistributedOptimizer(SteppingForWrapper):
             if sync.updates_jointly and sync.state is StepState.GIVING_UP and not sync.policy.has_fence:
                 self.global_norm.of([_number(math.nan)])  # the only collective of the others before they update
             raise
-        is_due = sync.state is StepState.LAUNCHING and not sync.policy.is_explicit
-        if not (is_due or sync.state in AGREED):
+        if not (sync.state in AGREED or (sync.state is StepState.LAUNCHING and not sync.policy.is_explicit)):
             unreduced = UnreducedGradientsError(rank=self.ddp.communicator.rank)
             sync.refuse_update(unreduced)
             raise unreduced
@@ -414,11 +417,6 @@ class DistributedOptimizer(SteppingForWrapper):
                 "one: it unscales once between two calls of its update(). The update would use gradients that are still "
                 "multiplied by the loss scale. Call scaler.update() and zero_grad() after every step, also after a dropped one."
             )
-
-    @property
-    def _final_states(self) -> Sequence[StepState]:
-        """States in which the other ranks go on, so that a failure of this rank breaks the wrapper."""
-        return UPDATING if self.ddp.sync.updates_jointly else REPORTED
 
     def _take_published_grads(self) -> None:
         """Copy gradients that the caller has assigned to ``param.grad`` after the all-reduce into the buffers.
@@ -447,8 +445,8 @@ class DistributedOptimizer(SteppingForWrapper):
         self.ddp.sync.end_update()
         self.last_step = StepResult(updated=False, grad_norm=norm, reason=reason)
 
-    def begin_update(self) -> None:
-        """Send the gradients of parameters that other ranks update whole, while this rank takes the norm."""
+    def send_to_owners(self) -> None:
+        """Send the gradients of parameters that one rank updates whole. They travel while the norm is taken."""
         if self.sharding.exchange is not None:
             self.sharding.exchange.launch_grads(are_widened=self._has_loaded)
 
@@ -471,11 +469,12 @@ class DistributedOptimizer(SteppingForWrapper):
             num_zeros = self.global_norm.num_zeros((shard.grad for shard in used), numel=sum(shard.numel for shard in used))
         if sharding.exchange is not None:
             sharding.exchange.finish_grads()
-        grads = [shard.grad if self._has_loaded or shard.is_received else shard.load_grad() for shard in sharding.shards]
+        grads = list(map(_grad if self._has_loaded else _load_grad, sharding.shards))
         try:
             if max_norm > 0:
                 clip_by_norm(grads, norm=norm, max_norm=max_norm, scale=self._kernels.scale)
-            sharding.step(skipped=skipped)
+            for update in sharding.updates:
+                update.step(sharding.state, skipped=skipped)
         finally:
             sharding.store_values()
         if sharding.exchange is not None:
@@ -488,8 +487,9 @@ class DistributedOptimizer(SteppingForWrapper):
             self.ddp.start_param_sync()
         sync.end_update()
         # Without a norm of the whole model, one over some of its ranks was taken to find non-finite gradients.
-        grad_norm = norm if self._has_norm else math.nan
-        self.last_step = StepResult(updated=True, grad_norm=grad_norm, reason="", num_zeros=num_zeros)
+        self.last_step = StepResult(
+            updated=True, grad_norm=norm if self._has_norm else math.nan, reason="", num_zeros=num_zeros
+        )
 
     def why_not(self, norm: float) -> str:
         """Return why no rank updates with this norm."""
@@ -609,7 +609,7 @@ class DistributedOptimizer(SteppingForWrapper):
 
     def load_grads(self) -> list[torch.Tensor]:
         """Return the reduced gradients of this rank, 16-bit ones widened; those that were changed are not loaded again."""
-        return [shard.grad if self._has_loaded else shard.load_grad() for shard in self.sharding.grad_shards]
+        return list(map(_grad if self._has_loaded else _load_grad, self.sharding.grad_shards))
 
     def _versions_of_widened(self) -> list[int]:
         """Return version counters of the 16-bit gradients; changes to them after widening would be lost."""

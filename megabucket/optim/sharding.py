@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Collection, Container, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -53,11 +53,13 @@ from megabucket.optim.state_dict import (
     unpack,
     unshard,
 )
-from megabucket.optim.twin import check_can_step
 from megabucket.optim.update_kind import UpdateKind, find_update_kind, refuse_coupled
-from megabucket.optim.updates import Update, group_of_params
+from megabucket.optim.updates import GroupMembers, Update, check_can_step, group_of_params
 
 _grad: Final = attrgetter("grad")
+_members: Final = attrgetter("members")
+_given: Final = attrgetter("given")
+_param_groups: Final = attrgetter("param_groups")
 _WITHHELD: Final = frozenset({WithheldGrad})
 
 
@@ -118,9 +120,8 @@ class Sharding:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of all given optimizers; of a single one, its own list."""
-        first, *others = self.updates
-        groups: list[dict[str, Any]] = first.given.param_groups
-        return groups if not others else list(chain(groups, *(update.given.param_groups for update in others)))
+        lists: list[list[dict[str, Any]]] = list(map(_param_groups, map(_given, self.updates)))
+        return lists[0] if len(lists) == 1 else list(chain.from_iterable(lists))
 
     def by_group(self) -> list[list[torch.nn.Parameter]]:
         """Return the parameters by group, of all given optimizers."""
@@ -297,22 +298,6 @@ class Sharding:
             for segment, counts in self._segments(buffer, {name: self._group_of[name] for name in self.owner_of}, {})
         ]
         self.exchange = OwnerExchange(self._ddp, self.owner_of, self._held, owned) if self.owner_of else None
-
-    def step(self, *, skipped: Container[str]) -> None:
-        """Step the twins on the gradients of the shards, with the hooks of the given optimizers around it.
-
-        Args:
-            skipped: parameters to leave as they are; each has a shard of its own.
-
-        Raises:
-            UpdateFailedError: the code of an optimizer has failed, on a whole parameter.
-        """
-        for update in self.updates:
-            update.step(skipped=skipped, before=self._fold)
-
-    def _fold(self) -> None:
-        if self.state.shown:
-            self.state.fold()
 
     def switch(self, method: str) -> None:
         """Call a method that writes to the parameters on the twins of those optimizers that have it."""
@@ -613,7 +598,7 @@ class Sharding:
                 "whole parameters back: call ddp.rebuild() on every rank, or use the torch optimizer and the module after "
                 "ddp.detach()."
             )
-        if all(update.members.are_as_cut() for update in self.updates):
+        if all(map(GroupMembers.are_as_cut, map(_members, self.updates))):
             return
         if waiting := [param for update in self.updates for param in update.members.waiting()]:
             names = {param: name for name, param in self._ddp.module.named_parameters()}

@@ -29,7 +29,7 @@ from megabucket.comm import AllGather, Broadcast, Communicator, exchange
 from megabucket.errors import CheckpointMismatchError, OptimizerParametersError
 from megabucket.optim.param_state import MAIN_PARAM
 from megabucket.optim.shards import MAIN, MainShard, StatePiece, WholeShard, main_dtype
-from megabucket.optim.twin import shell_of
+from megabucket.optim.updates import shell_of
 
 if TYPE_CHECKING:
     from megabucket.ddp.step import GradSync
