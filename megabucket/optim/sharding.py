@@ -28,7 +28,6 @@ from megabucket.ddp.report import Entry, read_hyperparameters, texts_of
 from megabucket.errors import CheckpointUnavailableError, OptimizerParametersError, PhaseError, name_list
 from megabucket.layout.identity import by_place
 from megabucket.layout.segments import plan_segments
-from megabucket.optim.elementwise import check_elementwise
 from megabucket.optim.kernels import find_kernels
 from megabucket.optim.norm import check_norm_settings
 from megabucket.optim.param_state import MAIN_PARAM, ParamState
@@ -46,6 +45,7 @@ from megabucket.optim.state_dict import (
     unshard,
 )
 from megabucket.optim.twin import Step, carry, check_can_step, twin_of, unhooked_step
+from megabucket.optim.update_kind import check_elementwise
 
 _params: Final = itemgetter("params")
 _grad: Final = attrgetter("grad")
