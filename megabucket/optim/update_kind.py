@@ -74,15 +74,15 @@ class _Course(NamedTuple):
 
     lr: float
     grad_scales: tuple[float, ...]  # by step
-    may_overflow: bool
+    num_finite: int  # of the first steps must give finite values; behind an overflow nothing is compared
 
 
 # Gradients that grow suddenly trigger clipping inside an optimizer. The learning rates replace that of the optimizer: a warmup
 # may begin at 0, which changes nothing.
-_USUAL: Final = _Course(0.01, (1.0, 30.0, 0.3, 1.0, 1e-3, 1e4), may_overflow=False)
+_USUAL: Final = _Course(0.01, (1.0, 30.0, 0.3, 1.0, 1e-3, 1e4), num_finite=4)
 # Prodigy and D-Adaptation begin with updates of 1e-6, which all parameters together decide to enlarge only after they have moved
 # far for their gradients: at a learning rate of 1 in a few steps, at 0.01 in hundreds.
-_SLOW: Final = _Course(1.0, (1.0,) * 12, may_overflow=True)
+_SLOW: Final = _Course(1.0, (1.0,) * 12, num_finite=0)
 
 _DECAY: Final = 0.1
 """Replaces a weight decay of 0 as well: some optimizers look at whole tensors only with weight decay."""
@@ -380,7 +380,7 @@ class _Trial:
 
     def _check_tells(self, course: _Course, together: Sequence[torch.Tensor]) -> None:
         for start, values in zip(self._start, together, strict=True):
-            if not course.may_overflow and not values.isfinite().all():
+            if not values[: course.num_finite].isfinite().all():
                 raise _TrialError("its steps give nan or infinite values")
             if torch.equal(values[-1], start):
                 raise _TrialError(f"{len(course.grad_scales)} steps of a copy change nothing, so there is nothing to compare")
@@ -445,7 +445,7 @@ def _difference(ours: torch.Tensor, theirs: torch.Tensor, start: torch.Tensor, t
     if not ours.numel():
         return ""
     is_finite = ours.isfinite().all(1)
-    num_finite = len(ours) if is_finite.all() else int(is_finite.int().argmin())  # behind an overflow nothing is compared
+    num_finite = len(ours) if is_finite.all() else int(is_finite.int().argmin())
     ours, theirs = ours[:num_finite], theirs[:num_finite]
     moved, off = (ours - start).abs().amax(1).cummax(0).values, (ours - theirs).abs().amax(1)
     allowed = tolerance * moved + ulps * torch.finfo(torch.float32).eps * ours.abs().amax(1)
