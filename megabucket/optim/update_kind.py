@@ -74,15 +74,16 @@ class _Course(NamedTuple):
 
     lr: float
     grad_scales: tuple[float, ...]  # by step
+    changes: tuple[float, float]  # factors of changed gradients in even and odd steps
     num_finite: int  # of the first steps must give finite values; behind an overflow nothing is compared
 
 
 # Gradients that grow suddenly trigger clipping inside an optimizer. The learning rates replace that of the optimizer: a warmup
 # may begin at 0, which changes nothing.
-_USUAL: Final = _Course(0.01, (1.0, 30.0, 0.3, 1.0, 1e-3, 1e4), num_finite=4)
+_USUAL: Final = _Course(0.01, (1.0, 30.0, 0.3, 1.0, 1e-3, 1e4), (3.0, -4.0), num_finite=4)
 # Prodigy and D-Adaptation begin with updates of 1e-6, which all parameters together decide to enlarge only after they have moved
-# far for their gradients: at a learning rate of 1 in a few steps, at 0.01 in hundreds.
-_SLOW: Final = _Course(1.0, (1.0,) * 12, num_finite=0)
+# far for their gradients: at a large learning rate in a few steps, at 0.01 in hundreds. Large changes that go to and fro prevent it.
+_SLOW: Final = _Course(4.0, (1.0,) * 12, (30.0, -40.0), num_finite=0)
 
 _DECAY: Final = 0.1
 """Replaces a weight decay of 0 as well: some optimizers look at whole tensors only with weight decay."""
@@ -300,7 +301,8 @@ class _Trial:
         self._optimizer, self._kinds, self._shapes, self._device = optimizer, kinds, shapes, device
         self._piece_numel = piece_numel
         self._start = [_start(of, device) for of in shapes]
-        self._grads: dict[tuple[int, bool], list[torch.Tensor]] = {}  # by step, and whether some are changed
+        self._is_changed = [_is_changed(len(start), device) for start in self._start]
+        self._grads: list[list[torch.Tensor]] = []  # by step, of scale 1
         self._together: dict[_Course, list[torch.Tensor]] = {}  # values after each step, by kind of group
         self._rounding = 0.0
 
@@ -337,13 +339,14 @@ class _Trial:
             except Exception as error:  # whatever the code of an optimizer raises
                 return f"a copy of it fails on flat tensors cut across parameters ({type(error).__name__}: {error})"
             together = self._together[course]
-            for shapes, start, whole, other, flat in zip(self._shapes, self._start, together, changed, cut, strict=True):
-                same = ~_is_changed(len(start), self._device)
+            for shapes, start, mask, whole, other, flat in zip(
+                self._shapes, self._start, self._is_changed, together, changed, cut, strict=True
+            ):
                 of_cut = self._tolerance(start, whole, flat)
                 at = 0
                 for shape, numel in zip(shapes, _numels(shapes), strict=True):
                     ours = slice(at, at := at + numel)
-                    kept = torch.arange(ours.start, ours.stop, device=self._device)[same[ours]]
+                    kept = torch.arange(ours.start, ours.stop, device=self._device)[~mask[ours]]
                     if how := _difference(whole[:, kept], other[:, kept], start[kept], _EXACT):
                         text = f"elements of a parameter of shape {shape} become others when gradients of the rest change"
                     elif how := _difference(whole[:, ours], flat[:, ours], start[ours], of_cut, ulps=2):
@@ -367,11 +370,12 @@ class _Trial:
         step = unhooked_step(tried)  # hooks for all optimizers of the process need not see copies
         values: list[list[torch.Tensor]] = [[] for _ in cuts]
         for index, scale in enumerate(course.grad_scales):
-            if (index, changed) not in self._grads:
-                self._grads[index, changed] = [_grads(shapes, index, self._device, changed=changed) for shapes in self._shapes]
-            for group, cut, grads in zip(tried.param_groups, cuts, self._grads[index, changed], strict=True):
-                for param, grad in zip(group["params"], cut(grads), strict=True):
-                    param.grad = grad * scale
+            if index == len(self._grads):
+                self._grads.append([_grads(shapes, index, self._device) for shapes in self._shapes])
+            for group, cut, grads, mask in zip(tried.param_groups, cuts, self._grads[index], self._is_changed, strict=True):
+                factors = torch.where(mask, course.changes[index % 2], 1.0) if changed else 1.0
+                for param, grad in zip(group["params"], cut(grads * factors * scale), strict=True):
+                    param.grad = grad.clone()
             step(tried)
             for group, after in zip(tried.param_groups, values, strict=True):
                 after.append(torch.cat([param.detach().flatten() for param in group["params"]]))
@@ -417,7 +421,7 @@ def _start(shapes: _Shapes, device: torch.device) -> torch.Tensor:
     return torch.sin(0.7 * at + 0.1) ** 3 * (1 + 3 * at / len(at))
 
 
-def _grads(shapes: _Shapes, step: int, device: torch.device, *, changed: bool) -> torch.Tensor:
+def _grads(shapes: _Shapes, step: int, device: torch.device) -> torch.Tensor:
     """Return the gradients of one step: 1D, float32, no two of them alike."""
     numels = torch.tensor(_numels(shapes), device=device)
     at = torch.arange(int(numels.sum()), dtype=torch.float32, device=device)
@@ -425,8 +429,7 @@ def _grads(shapes: _Shapes, step: int, device: torch.device, *, changed: bool) -
     # what is enlarged step by step, even at a fixed rate.
     turns = torch.arange(len(shapes), device=device).repeat_interleave(numels) % 2 * (step % 2)
     # Larger from tensor to tensor: with equal maxima, a bound that depends on the largest gradient would be equal everywhere.
-    grads = (torch.cos(1.3 * at) * (1 - 2 * turns) + 0.3 * torch.cos(2.1 * at + step)) * (0.02 + at / len(at))
-    return torch.where(_is_changed(len(at), device), grads * (-4.0 if step % 2 else 3.0), grads) if changed else grads
+    return (torch.cos(1.3 * at) * (1 - 2 * turns) + 0.3 * torch.cos(2.1 * at + step)) * (0.02 + at / len(at))
 
 
 def _is_changed(numel: int, device: torch.device) -> torch.Tensor:

@@ -393,7 +393,7 @@ def test_last_elements_rounded_otherwise_are_no_evidence_if_state_has_16_bits(dt
     def rule(grad, param, state, group):  # the last four, as where a vectorized loop ends
         mean = state.setdefault("mean", torch.zeros_like(grad, dtype=dtype))
         exact = 0.9 * mean.float() + grad
-        exact.flatten()[-4:] *= 1 + torch.finfo(torch.bfloat16).eps
+        exact.flatten()[-4:] = (0.9 * mean.bfloat16() + grad.bfloat16()).flatten()[-4:].float()
         return mean.copy_(exact).float()
 
     assert kind_of(Rule(params((5,)), rule)) is kind
@@ -469,7 +469,8 @@ def by(factor, updates):
 
 
 def clips_all(max_norm):
-    return lambda updates, _, __: by(min(1.0, max_norm / (norm_of(updates) + 1e-6)), updates)
+    """By the norm of all gradients, as far as it is too large."""
+    return lambda updates, params, _: by(min(1.0, max_norm / (norm_of([param.grad for param in params]) + 1e-6)), updates)
 
 
 def largest_of_all(updates, params, shared):
@@ -796,7 +797,7 @@ OF_MATRICES = [  # other than vectors
     lambda x, _: x * (1 + x.ndim / 4),
     lambda x, _: x - x.mean(0, keepdim=True) if x.ndim > 1 else x,
     lambda x, _: x / (1 + x.flatten(1).norm(dim=0).view(1, *x.shape[1:])) if x.ndim > 1 else x,
-    lambda x, _: x - x.mean() if x.ndim == 2 and min(x.shape) >= 128 else x,
+    lambda x, _: x - x.mean() if x.ndim > 1 and x.numel() >= 4096 else x,
     lambda x, w: x + 0.1 * w if x.ndim > 1 else x,
 ]
 SHAPES = [((3, 4),), ((3, 4), (5,)), ((2, 3, 2, 2), (5,), ()), ((5,),), ((5,), (7,), ())]
