@@ -80,7 +80,7 @@ class _Course(NamedTuple):
 
 # Gradients that grow suddenly trigger clipping inside an optimizer. The learning rates replace that of the optimizer: a warmup
 # may begin at 0, which changes nothing.
-_USUAL: Final = _Course(0.01, (1.0, 30.0, 0.3, 1.0, 1e-3, 1e4), (3.0, -4.0), num_finite=4)
+_USUAL: Final = _Course(0.01, (1.0, 30.0, 0.3, 1e-3, 1e4), (3.0, -4.0), num_finite=3)
 # Prodigy and D-Adaptation begin with updates of 1e-6, which all parameters together decide to enlarge only after they have moved
 # far for their gradients: at a large learning rate in a few steps, at 0.01 in hundreds. Large changes that go to and fro prevent it.
 _SLOW: Final = _Course(4.0, (1.0,) * 12, (30.0, -40.0), num_finite=0)
@@ -174,8 +174,8 @@ def _check_is_usable(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ConfigError(
-            f"{kind} steps on sparse gradients only, and the gradients of wrapped parameters are dense: they are views of the "
-            "gradient buffer. Use torch.optim.Adam."
+            f"{kind} steps on sparse gradients only, and the buffers hold dense ones, so it cannot update wrapped parameters. "
+            "Use Adam."
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -322,7 +322,9 @@ class _Trial:
                 try:
                     alone = self._step(course, [_only(shapes, at) for shapes, at in zip(self._shapes, at, strict=True)])
                 except Exception as error:  # whatever the code of an optimizer raises
-                    return f"a copy of it with one tensor fails ({type(error).__name__}: {error}), and one with several does not"
+                    return (
+                        f"a copy of it with one tensor fails ({type(error).__name__}: {error}), and one with several does not"
+                    )
                 for shapes, start, all_of_them, one, where in zip(self._shapes, self._start, together, alone, at, strict=True):
                     shape, numels = shapes[where], _numels(shapes)
                     tolerance = _STACKED if len(shape) > 1 and shapes.count(shape) > 1 else _EXACT
@@ -506,7 +508,9 @@ def _describe_state(params: Mapping[int, torch.Tensor], state: Mapping[torch.Ten
             if is_per_element(key, value, param):
                 dtype = None if value.dtype == param.dtype else value.dtype
                 entry: Any = _Filled(float(value.flatten()[0]), dtype)
-            elif value is None or isinstance(value, bool | int | float | str) or (torch.is_tensor(value) and value.numel() == 1):
+            elif (
+                value is None or isinstance(value, bool | int | float | str) or (torch.is_tensor(value) and value.numel() == 1)
+            ):
                 entry = value
             else:
                 return {}

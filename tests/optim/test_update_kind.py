@@ -593,7 +593,11 @@ class Estimating(torch.optim.Optimizer):
             if "start" not in state:
                 state["start"] = param.clone()
                 state["first"], state["second"], state["sum"] = (torch.zeros_like(param) for _ in range(3))
-            scale = group["lr"] * d * ((1 - beta2 ** shared["count"]) ** 0.5 / (1 - beta1 ** shared["count"]) if self.corrects else 1)
+            scale = (
+                group["lr"]
+                * d
+                * ((1 - beta2 ** shared["count"]) ** 0.5 / (1 - beta1 ** shared["count"]) if self.corrects else 1)
+            )
             if self.way == "products":
                 shared["numerator"] += (1 - root) * scale * d / self.d0**2 * float((grad * (state["start"] - param)).sum())
                 state["sum"].mul_(root).add_(grad, alpha=(1 - root) * scale * d / self.d0**2)
@@ -637,7 +641,10 @@ def test_one_that_fails_alone_is_coupled():
 
 def test_groups_that_depend_on_each_other_are_coupled():
     def rule(updates, params, shared):  # only the second group is changed, by the first
-        return [update * (1 + updates[0].norm()) if param.ndim == 1 else update for update, param in zip(updates, params, strict=True)]
+        return [
+            update * (1 + updates[0].norm()) if param.ndim == 1 else update
+            for update, param in zip(updates, params, strict=True)
+        ]
 
     first, second = params((3, 4), (5,))
 
@@ -700,7 +707,7 @@ class TestWithoutAnAnswer:
         ("rule", "reason"),
         [
             (lambda grad, *_: grad.view(3, 4), "a copy fails with RuntimeError: shape"),
-            (lambda grad, *_: 0 * grad, "6 steps of a copy change nothing, so there is nothing to compare"),
+            (lambda grad, *_: 0 * grad, "5 steps of a copy change nothing, so there is nothing to compare"),
             (lambda grad, *_: grad / 0, "its steps give nan or infinite values"),
         ],
         ids=["fails", "does nothing", "overflows"],
@@ -719,7 +726,7 @@ class TestWithoutAnAnswer:
         if declares:
             optimizer.update_kind = "elementwise"
 
-        with pytest.raises(ConfigError, match=r"^SparseAdam steps on sparse gradients only, and .* are dense"):
+        with pytest.raises(ConfigError, match="^SparseAdam steps on sparse gradients only, and the buffers hold dense ones"):
             find_update_kind(optimizer)
 
     @pytest.mark.parametrize("declares", [False, True])
