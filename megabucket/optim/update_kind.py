@@ -81,8 +81,9 @@ class _Course(NamedTuple):
 # Gradients that grow suddenly trigger clipping inside an optimizer. The learning rates replace that of the optimizer: a warmup
 # may begin at 0, which changes nothing.
 _USUAL: Final = _Course(0.01, (1.0, 30.0, 0.3, 1e-3, 1e4), (3.0, -4.0), num_finite=3)
-# Prodigy and D-Adaptation begin with updates of 1e-6, which all parameters together decide to enlarge only after they have moved
-# far for their gradients: at a large learning rate in a few steps, at 0.01 in hundreds. Large changes that go to and fro prevent it.
+# Prodigy and D-Adaptation begin with updates of 1e-6 and enlarge them, by sums over all parameters, after those have moved far
+# in the direction of their gradients: at a large learning rate in a few steps, at 0.01 in hundreds. Large gradients of changing
+# sign prevent it.
 _SLOW: Final = _Course(4.0, (1.0,) * 12, (30.0, -40.0), num_finite=0)
 
 _DECAY: Final = 0.1
@@ -92,13 +93,14 @@ _IN_NO_COMPARISON: Final = frozenset({"params", "param_names", "initial_lr", "lr
 _EXACT: Final = 1e-5
 """Relative to the largest update so far. The same operations on tensors of the same shapes give the same bits."""
 _STACKED: Final = 0.1
-"""The same for matrices of equal shapes, which an optimizer may stack: products of stacks, often in bfloat16, round otherwise."""
+"""The same for matrices of equal shapes. An optimizer may stack them, and products of stacks, often in bfloat16, are rounded in
+another way."""
 _CUT: Final = 1e-4
 """The same for other shapes, where fused kernels round the last elements of a tensor in another way."""
 _MAX_ROUNDED: Final = 1 / 16
 """Of all elements may differ by more than that, up to the precision of the state: those last ones, if state is 16-bit."""
 
-# Numbers of elements are multiples of 64, as are those of pieces: vectorized loops on the CPU then leave no last elements, which
+# Numbers of elements are multiples of 64, as are those of pieces: vectorized loops on the CPU then leave no last elements that
 # would be rounded in another way. Two parameters have one shape: an optimizer may share state by shape.
 _PIECE_NUMEL: Final = 192
 
@@ -119,8 +121,8 @@ def find_update_kind(optimizer: torch.optim.Optimizer) -> FoundKind:
         except ValueError:
             choices = ", ".join(repr(choice.value) for choice in UpdateKind)
             raise ConfigError(
-                f"{kind} declares update_kind = {declared!r}, which decides on which tensors it steps. Choose one of {choices}, "
-                "or leave it out: then it is tried."
+                f"{kind} declares update_kind = {declared!r}, which decides on which tensors it steps. Choose one of "
+                f"{choices}, or leave it out: then it is tried."
             ) from None
         return FoundKind(found, "" if found is UpdateKind.ELEMENTWISE else f"it declares update_kind = {found.value!r}")
     if type(optimizer) in _ELEMENTWISE:
@@ -163,8 +165,8 @@ def refuse_coupled(optimizer: torch.optim.Optimizer, found: FoundKind) -> NoRetu
     """
     kind = type(optimizer).__name__
     raise ConfigError(
-        f"{kind} updates one parameter depending on others: {found.reason}. A sharded optimizer holds only some of the parameters "
-        f"on each rank, so its updates would differ from those of {kind} over all of them. Use {AS_PLAIN.format(kind)} If it "
+        f"{kind} updates one parameter depending on others: {found.reason}. A sharded optimizer holds only some of the "
+        f"parameters on each rank, so its updates would differ from those of {kind} over all of them. Use {AS_PLAIN.format(kind)} If it "
         'does update each parameter by itself, declare it: optimizer.update_kind = "tensor".'
     )
 
@@ -247,7 +249,7 @@ def _same_random_numbers(device: torch.device) -> Iterator[Callable[[], bool]]:
     """Leave the generators of host and device as they were. Yields whether they have changed in between."""
     host = torch.default_generator.clone_state()  # not get_rng_state(): see checkpoint/values.py
     of_device = None if device.type == "cpu" else torch.get_device_module(device)
-    before = None if of_device is None else of_device.get_rng_state(device)
+    before: Any = None if of_device is None else of_device.get_rng_state(device)
 
     def has_drawn() -> bool:
         on_host = not torch.equal(host.get_state(), torch.default_generator.clone_state().get_state())
@@ -262,7 +264,7 @@ def _same_random_numbers(device: torch.device) -> Iterator[Callable[[], bool]]:
 
 
 def _shapes(ndims: Sequence[int]) -> _Shapes:
-    """Return those of the small tensors: tall and wide matrices. Scalars are last, so that the others begin at multiples of 64."""
+    """Return those of the small tensors. Matrices are tall and wide; scalars are last, so that others begin at multiples of 64."""
     some: list[tuple[int, ...]] = []
     for ndim in ndims:
         if ndim == 1:
@@ -427,8 +429,8 @@ def _grads(shapes: _Shapes, step: int, device: torch.device) -> torch.Tensor:
     """Return the gradients of one step: 1D, float32, no two of them alike."""
     numels = torch.tensor(_numels(shapes), device=device)
     at = torch.arange(int(numels.sum()), dtype=torch.float32, device=device)
-    # Every second tensor goes to and fro. So estimates of how far gradients lead differ between one tensor and all, and with them
-    # what is enlarged step by step, even at a fixed rate.
+    # Those of every second tensor change their sign in each step. So estimates of how far gradients lead, by which an optimizer
+    # may enlarge its updates even at a fixed rate, differ between one tensor and all.
     turns = torch.arange(len(shapes), device=device).repeat_interleave(numels) % 2 * (step % 2)
     # Larger from tensor to tensor: with equal maxima, a bound that depends on the largest gradient would be equal everywhere.
     return (torch.cos(1.3 * at) * (1 - 2 * turns) + 0.3 * torch.cos(2.1 * at + step)) * (0.02 + at / len(at))

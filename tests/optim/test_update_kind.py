@@ -325,7 +325,7 @@ class Shampoo(torch.optim.Optimizer):
             sums = self.state[param].setdefault("sums", [torch.eye(numel) for numel in param.shape])
             for dim, total in enumerate(sums):
                 along = param.grad.movedim(dim, 0).flatten(1) if param.ndim > 1 else param.grad[:, None]
-                total += along @ along.T
+                total.add_(along @ along.T)
                 values, vectors = torch.linalg.eigh(total)
                 root = vectors @ torch.diag(values.clamp(min=1e-6) ** (-0.5 / param.ndim)) @ vectors.T
                 update = torch.tensordot(root, update.movedim(dim, 0), 1).movedim(0, dim)
@@ -354,13 +354,13 @@ def test_matrix_optimizers_never_allocate_by_the_square_of_a_long_tensor(monkeyp
 class AdamWithMoments(torch.optim.Optimizer):
     """AdamW with moments of a dtype of its own, computed in place as they are; perhaps trusted by layer, as LAMB."""
 
-    def __init__(self, params, dtype, trust=lambda param, update: 1.0):
+    def __init__(self, params, dtype, trust=lambda *_: 1.0):
         super().__init__(params, {"lr": 1e-3, "weight_decay": 0.0})
         self.dtype, self.trust = dtype, trust
 
     @torch.no_grad()
     def step(self, closure=None):
-        for group, param in ((group, param) for group in self.param_groups for param in group["params"]):
+        for group, param in ((one, param) for one in self.param_groups for param in one["params"]):
             state, grad = self.state[param], param.grad.to(self.dtype)
             if not state:
                 state["first"], state["second"] = (torch.zeros_like(param, dtype=self.dtype) for _ in range(2))
@@ -385,7 +385,7 @@ def test_state_of_16_bits_is_judged_by_its_own_precision(dtype, shape, has_stepp
     assert kind_of(build()) is ELEMENTWISE
     assert kind_of(build(lambda param, update: param.norm() / update.norm())) is TENSOR
     # By far less than the precision of bfloat16, which is 0.8 %.
-    assert kind_of(build(lambda param, update: 1 + 1e-3 * torch.sin(update.norm()))) is TENSOR
+    assert kind_of(build(lambda _, update: 1 + 1e-3 * torch.sin(update.norm()))) is TENSOR
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [(torch.bfloat16, ELEMENTWISE), (torch.float32, TENSOR)], ids=str)
@@ -416,7 +416,7 @@ class Adam8Bit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        for group, param in ((group, param) for group in self.param_groups for param in group["params"]):
+        for group, param in ((one, param) for one in self.param_groups for param in one["params"]):
             state, numel = self.state[param], param.numel()
             blocks = torch.nn.functional.pad(param.grad.flatten(), (0, -numel % self.block_numel)).view(-1, self.block_numel)
             if state:
@@ -669,7 +669,7 @@ def test_the_refusal_of_a_coupled_one_says_what_to_do():
 class TestDeclarations:
     @pytest.mark.parametrize("declared", ["elementwise", "tensor", "coupled", *UpdateKind])
     def test_replace_the_trial(self, declared):
-        optimizer = Rule(params((3, 4)), lambda grad, *_: 1 / 0)
+        optimizer = Rule(params((3, 4)), lambda *_: 1 / 0)
         optimizer.update_kind = declared
 
         assert kind_of(optimizer) is UpdateKind(declared)
@@ -726,7 +726,7 @@ class TestWithoutAnAnswer:
         if declares:
             optimizer.update_kind = "elementwise"
 
-        with pytest.raises(ConfigError, match="^SparseAdam steps on sparse gradients only, and the buffers hold dense ones"):
+        with pytest.raises(ConfigError, match=r"^SparseAdam steps on sparse gradients only, and the buffers hold dense ones"):
             find_update_kind(optimizer)
 
     @pytest.mark.parametrize("declares", [False, True])
@@ -752,7 +752,7 @@ class TestWithoutAnAnswer:
             wrap(torch.optim.AdamW, "coupled")
 
 
-# Random rules: a handful of elementwise operations, with one thing about the tensor among them, or one about all tensors behind #
+# Random rules: elementwise operations, with something about the tensor among them, or about all tensors behind them #
 
 POINTWISE = [
     lambda x, _: x,
@@ -828,7 +828,7 @@ def random_optimizer(seed):
         }
         return Estimating(groups, draw.choice(["products", "sums"]), alone=kind is TENSOR, **options), kind
     parts = draw.choices(POINTWISE, k=draw.randint(1, 3))
-    if kind is TENSOR or kind is COUPLED and draw.random() < 0.3:
+    if kind is TENSOR or (kind is COUPLED and draw.random() < 0.3):
         of_tensors = OF_TENSORS + (OF_MATRICES if len(shapes[0]) > 1 else [])
         parts.insert(draw.randint(0, len(parts)), draw.choice(of_tensors))
     beta, starts = draw.choice([0.0, 0.5, 0.9]), draw.choice([0, 0, 1])  # some only from their second step on
