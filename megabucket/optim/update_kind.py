@@ -166,7 +166,8 @@ def refuse_coupled(optimizer: torch.optim.Optimizer, found: FoundKind) -> NoRetu
     kind = type(optimizer).__name__
     raise ConfigError(
         f"{kind} updates one parameter depending on others: {found.reason}. A sharded optimizer holds only some of the "
-        f"parameters on each rank, so its updates would differ from those of {kind} over all of them. Use {AS_PLAIN.format(kind)} If it "
+        f"parameters on each rank, so its updates would differ from those of {kind} over all of them. Use "
+        f"{AS_PLAIN.format(kind)} If it "
         'does update each parameter by itself, declare it: optimizer.update_kind = "tensor".'
     )
 
@@ -264,7 +265,7 @@ def _same_random_numbers(device: torch.device) -> Iterator[Callable[[], bool]]:
 
 
 def _shapes(ndims: Sequence[int]) -> _Shapes:
-    """Return those of the small tensors. Matrices are tall and wide; scalars are last, so that others begin at multiples of 64."""
+    """Return small ones. Matrices are tall and wide; scalars come last, so the others begin at multiples of 64."""
     some: list[tuple[int, ...]] = []
     for ndim in ndims:
         if ndim == 1:
