@@ -16,8 +16,9 @@ from __future__ import annotations
 import copy
 import enum
 import inspect
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -103,6 +104,7 @@ _MAX_ROUNDED: Final = 1 / 16
 # Numbers of elements are multiples of 64, as are those of pieces: vectorized loops on the CPU then leave no last elements that
 # would be rounded in another way. Two parameters have one shape: an optimizer may share state by shape.
 _PIECE_NUMEL: Final = 192
+_LARGE_PIECE_NUMEL: Final = 19_712
 
 
 def find_update_kind(optimizer: torch.optim.Optimizer) -> FoundKind:
@@ -237,7 +239,7 @@ def _find_by_trial(optimizer: torch.optim.Optimizer) -> FoundKind:
         if reason := trial.find_whole_tensors((_USUAL, _SLOW)):
             return FoundKind(UpdateKind.TENSOR, reason)
         # Some optimizers treat only large tensors by rows, columns or blocks.
-        large = _Trial(optimizer, kinds, [_large_shapes(kind.ndims) for kind in kinds], device, None)
+        large = _Trial(optimizer, kinds, [_large_shapes(kind.ndims) for kind in kinds], device, _LARGE_PIECE_NUMEL)
         if reason := large.find_coupling((_USUAL,)):
             return FoundKind(UpdateKind.COUPLED, reason)
         if reason := large.find_whole_tensors((_USUAL,)):
@@ -290,7 +292,7 @@ class _Trial:
     """Copies of one optimizer on tensors of the given shapes, by kind of group.
 
     Args:
-        piece_numel: of a flat piece; None for one piece of all.
+        piece_numel: of a flat piece.
     """
 
     def __init__(
@@ -299,14 +301,14 @@ class _Trial:
         kinds: Sequence[_GroupKind],
         shapes: Sequence[_Shapes],
         device: torch.device,
-        piece_numel: int | None,
+        piece_numel: int,
     ) -> None:
         self._optimizer, self._kinds, self._shapes, self._device = optimizer, kinds, shapes, device
         self._piece_numel = piece_numel
         self._start = [_start(of, device) for of in shapes]
         self._is_changed = [_is_changed(len(start), device) for start in self._start]
         self._grads: list[list[torch.Tensor]] = []  # by step, of scale 1
-        self._together: dict[_Course, list[torch.Tensor]] = {}  # values after each step, by kind of group
+        self._together: dict[_Course, list[list[torch.Tensor]]] = {}  # values after each step, by kind of group
         self._rounding = 0.0
 
     def find_coupling(self, courses: Sequence[_Course]) -> str:
@@ -330,16 +332,17 @@ class _Trial:
                     )
                 for shapes, start, all_of_them, one, where in zip(self._shapes, self._start, together, alone, at, strict=True):
                     shape, numels = shapes[where], _numels(shapes)
+                    ours = [after.split(numels)[where] for after in all_of_them]
                     tolerance = _STACKED if len(shape) > 1 and shapes.count(shape) > 1 else _EXACT
-                    if how := _difference(all_of_them.split(numels, dim=1)[where], one, start.split(numels)[where], tolerance):
+                    if how := _difference(ours, one, start.split(numels)[where], tolerance):
                         return f"on small tensors a parameter of shape {shape} becomes another when it is alone ({how})"
         return ""
 
     def find_whole_tensors(self, courses: Sequence[_Course]) -> str:
         """Return how the update of an element depends on others of its tensor; empty if it does not. Comes after the other."""
         for course in courses:
+            changed = self._step(course, [_whole(shapes) for shapes in self._shapes], changed=True)
             try:
-                changed = self._step(course, [_whole(shapes) for shapes in self._shapes], changed=True)
                 cut = self._step(course, [_pieces(self._piece_numel)] * len(self._kinds))
             except Exception as error:  # whatever the code of an optimizer raises
                 return f"a copy of it fails on flat tensors cut across parameters ({type(error).__name__}: {error})"
@@ -350,18 +353,20 @@ class _Trial:
                 of_cut = self._tolerance(start, whole, flat)
                 at = 0
                 for shape, numel in zip(shapes, _numels(shapes), strict=True):
-                    ours = slice(at, at := at + numel)
-                    kept = torch.arange(ours.start, ours.stop, device=self._device)[~mask[ours]]
-                    if how := _difference(whole[:, kept], other[:, kept], start[kept], _EXACT):
+                    part = slice(at, at := at + numel)
+                    same = ~mask[part]
+                    ours = [after[part] for after in whole]
+                    kept = [after[same] for after in ours]
+                    if how := _difference(kept, [after[part][same] for after in other], start[part][same], _EXACT):
                         text = f"elements of a parameter of shape {shape} become others when gradients of the rest change"
-                    elif how := _difference(whole[:, ours], flat[:, ours], start[ours], of_cut, ulps=2):
+                    elif how := _difference(ours, [after[part] for after in flat], start[part], of_cut, ulps=2):
                         text = f"a parameter of shape {shape} becomes another when it is cut and flat"
                     else:
                         continue
                     return f"on small tensors its update of one element depends on others ({text}: {how})"
         return ""
 
-    def _step(self, course: _Course, cuts: Sequence[_Cut], *, changed: bool = False) -> list[torch.Tensor]:
+    def _step(self, course: _Course, cuts: Sequence[_Cut], *, changed: bool = False) -> list[list[torch.Tensor]]:
         """Return the flat values after each step of a copy, by kind of group.
 
         Args:
@@ -385,20 +390,23 @@ class _Trial:
             for group, after in zip(tried.param_groups, values, strict=True):
                 after.append(torch.cat([param.detach().flatten() for param in group["params"]]))
         self._rounding = max(self._rounding, _coarsest_eps(list(tried.state.values())))
-        return [torch.stack(after) for after in values]
+        return values
 
-    def _check_tells(self, course: _Course, together: Sequence[torch.Tensor]) -> None:
+    def _check_tells(self, course: _Course, together: Sequence[Sequence[torch.Tensor]]) -> None:
         for start, values in zip(self._start, together, strict=True):
-            if not values[: course.num_finite].isfinite().all():
+            if not all(after.isfinite().all() for after in values[: course.num_finite]):
                 raise _TrialError("its steps give nan or infinite values")
             if torch.equal(values[-1], start):
                 raise _TrialError(f"{len(course.grad_scales)} steps of a copy change nothing, so there is nothing to compare")
 
-    def _tolerance(self, start: torch.Tensor, whole: torch.Tensor, cut: torch.Tensor) -> float:
+    def _tolerance(self, start: torch.Tensor, whole: Sequence[torch.Tensor], cut: Sequence[torch.Tensor]) -> float:
         """Return by how much cut tensors may differ: by the precision of state, if so few elements do that it is rounding."""
-        moved = (whole - start).abs().amax(1, keepdim=True)
-        share = float((((whole - cut).abs() > _CUT * moved).any(0)).float().mean())
-        return max(_CUT, 4 * self._rounding) if share <= _MAX_ROUNDED else _CUT
+        if not self._rounding:
+            return _CUT
+        is_off = torch.zeros_like(start, dtype=torch.bool)
+        for ours, theirs in zip(whole, cut, strict=True):
+            is_off |= (ours - theirs).abs() > _CUT * (ours - start).abs().max()
+        return max(_CUT, 4 * self._rounding) if float(is_off.float().mean()) <= _MAX_ROUNDED else _CUT
 
 
 # What the copies step on #
@@ -416,8 +424,8 @@ def _only(shapes: _Shapes, index: int) -> _Cut:
     return lambda flat: [_whole(shapes)(flat)[index]]
 
 
-def _pieces(numel: int | None) -> _Cut:
-    return lambda flat: list(flat.split(numel or len(flat)))
+def _pieces(numel: int) -> _Cut:
+    return lambda flat: list(flat.split(numel))
 
 
 def _start(shapes: _Shapes, device: torch.device) -> torch.Tensor:
@@ -442,26 +450,26 @@ def _is_changed(numel: int, device: torch.device) -> torch.Tensor:
     return torch.arange(numel, device=device) * 7919 % 31 < 12
 
 
-def _difference(ours: torch.Tensor, theirs: torch.Tensor, start: torch.Tensor, tolerance: float, *, ulps: int = 0) -> str:
+def _difference(
+    ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor], start: torch.Tensor, tolerance: float, *, ulps: int = 0
+) -> str:
     """Return how values differ after any step; empty if they agree.
 
     Args:
-        ours, theirs: 2D, by step and element.
-        start: the values before the first step.
+        ours, theirs: the values after each step.
+        start: the values before the first one.
         ulps: of the largest value may be off in any case.
     """
-    if not ours.numel():
-        return ""
-    is_finite = ours.isfinite().all(1)
-    num_finite = len(ours) if is_finite.all() else int(is_finite.int().argmin())
-    ours, theirs = ours[:num_finite], theirs[:num_finite]
-    moved, off = (ours - start).abs().amax(1).cummax(0).values, (ours - theirs).abs().amax(1)
-    allowed = tolerance * moved + ulps * torch.finfo(torch.float32).eps * ours.abs().amax(1)
-    is_off = ~(off <= allowed)  # nan included
-    if not is_off.any():
-        return ""
-    step = int(is_off.int().argmax())
-    return f"after step {step + 1} off by {float(off[step]):.2g}, updated by {float(moved[step]):.2g}"
+    moved = 0.0
+    # Step by step: over all of them, operations on large tensors would start threads, which may wait long on a busy host.
+    for step, (our, their) in enumerate(zip(ours, theirs, strict=True) if start.numel() else ()):
+        largest = float(our.abs().max())
+        if not math.isfinite(largest):
+            break
+        moved, off = max(moved, float((our - start).abs().max())), float((our - their).abs().max())
+        if not off <= tolerance * moved + ulps * torch.finfo(torch.float32).eps * largest:  # nan included
+            return f"after step {step + 1} off by {off:.2g}, updated by {moved:.2g}"
+    return ""
 
 
 def _coarsest_eps(values: object) -> float:
