@@ -679,14 +679,14 @@ class TestRefusedOptimizers:
         text = self.refusal(ConfigError, lambda ddp: torch.optim.Adafactor(ddp.parameters()), torch.nn.Linear(3, 3, bias=False))
 
         assert text.startswith(
-            "Adafactor cannot step on flat shards cut across parameters, as a DistributedOptimizer does: on small tensors its "
-            "update of one element depends on others (a parameter of shape (12,) becomes another when it is cut over 1 rank: "
+            "Adafactor cannot step on flat shards cut across parameters, as a DistributedOptimizer does: torch's Adafactor "
+            "computes each update from a whole parameter. Use an elementwise optimizer"
         )
         assert text.endswith(
             "Use an elementwise optimizer (Adam, AdamW, SGD, Lion, ...), or Adafactor without a DistributedOptimizer around "
             "it, under DistributedDataParallelConfig(use_distributed_optimizer=False); given this config, the adapters for "
             "Lightning and Hugging Face make none. If it does update each element by itself, declare it: "
-            "optimizer.is_elementwise = True."
+            'optimizer.update_kind = "elementwise".'
         )
 
     def test_one_over_parameters_that_the_wrapper_does_not_hold(self):
