@@ -142,23 +142,6 @@ def find_update_kind(optimizer: torch.optim.Optimizer) -> FoundKind:
         ) from error
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that cannot step on flat shards.
-
-    Raises:
-        ConfigError: it does not update each element by itself, or as ``find_update_kind``.
-    """
-    kind, found = type(optimizer).__name__, find_update_kind(optimizer)
-    if found.kind is UpdateKind.COUPLED:
-        refuse_coupled(optimizer, found)
-    if found.kind is UpdateKind.TENSOR:
-        raise ConfigError(
-            f"{kind} cannot step on flat shards cut across parameters, as a DistributedOptimizer does: {found.reason}. Use an "
-            f"elementwise optimizer (Adam, AdamW, SGD, Lion, ...), or {AS_PLAIN.format(kind)} If it does update each element "
-            'by itself, declare it: optimizer.update_kind = "elementwise".'
-        )
-
-
 def refuse_coupled(optimizer: torch.optim.Optimizer, found: FoundKind) -> NoReturn:
     """Refuse an optimizer that would have to step on all parameters at once.
 
@@ -167,10 +150,10 @@ def refuse_coupled(optimizer: torch.optim.Optimizer, found: FoundKind) -> NoRetu
     """
     kind = type(optimizer).__name__
     raise ConfigError(
-        f"{kind} updates one parameter depending on others: {found.reason}. A sharded optimizer holds only some of the "
-        f"parameters on each rank, so its updates would differ from those of {kind} over all of them. Use "
-        f"{AS_PLAIN.format(kind)} If it "
-        'does update each parameter by itself, declare it: optimizer.update_kind = "tensor".'
+        f"{kind} updates one parameter depending on others: {found.reason}. Here each rank updates only some of the parameters "
+        f"(with shards, or experts), so the result would differ from that of {kind} over all of them. Use "
+        "use_distributed_optimizer=False, with the same parameters on all ranks. If it does update each parameter by itself, "
+        'declare it: optimizer.update_kind = "tensor".'
     )
 
 
