@@ -49,6 +49,7 @@ from megabucket.optim.state_dict import (
     describe_shards,
     is_per_element,
     set_groups,
+    split,
     state_pieces,
     unpack,
     unshard,
@@ -530,11 +531,14 @@ class Sharding:
             {**found.dtypes, **kept.dtypes},
         )
 
-    def load(self, state_dict: Mapping[str, Any]) -> None:
+    def load(self, state_dict: Any, *, parts: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Load the state of whole parameters, main values and hyperparameters. A collective call.
 
         Main values are loaded without comparing them to the weights. Where a ``state_dict`` of this library has none they are
         the weights; with one of plain torch the current ones stay.
+
+        Args:
+            parts: the state dict of each given optimizer, in place of one of all together.
 
         Raises:
             CheckpointMismatchError: the state does not fit. As with all other errors, nothing was changed.
@@ -545,8 +549,10 @@ class Sharding:
         with self._ddp.sync.call("load_state_dict()") as call:
             self.settle("load_state_dict()")
             names: dict[torch.Tensor, str] = {param: name for name, param in self._ddp.module.named_parameters()}
-            optimizers = [update.given for update in self.updates]
-            whole, groups = unpack(optimizers, names, self.uncut, state_dict)
+            given = [update.given for update in self.updates]
+            states = split(state_dict, given) if parts is None else parts
+            of_each = [unpack(*one, names, uncut=self.uncut) for one in zip(given, states, strict=True)]
+            whole, groups = WholeState.of_all([one for one, _ in of_each]), list(chain.from_iterable(of for _, of in of_each))
             # The layout is the same, so this rank holds the same range of each parameter.
             cut = self._cut(whole, held={piece.param: piece.values for piece in self.state_pieces() if piece.key is MAIN})
             sums = _checksums(whole, self._ddp.param_names)
