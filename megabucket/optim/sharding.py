@@ -210,12 +210,12 @@ class Sharding:
         whole = self._whole_names(group_of)
         owner_of = self._plan_owners(whole)
         flat = {name: group for name, group in group_of.items() if name not in whole}
-        for buffer, rank in self._buffers_and_ranks():
+        for buffer in self._ddp.param_and_grad_buffers:
             made: list[MainShard] = [
                 MainShard(segment, buffer, counts=counts) for segment, counts in self._segments(buffer, flat, signature_of)
             ]
             for name, place in buffer.layout.params.items():
-                is_owned = owner_of.get(name) == rank
+                is_owned = owner_of.get(name) == self._rank_in(buffer)
                 if name in whole and place.numel and (is_owned or name not in owner_of):
                     segment = Segment(group_of[name], Span(place.start, place.stop), (name,))
                     made.append(WholeShard(segment, buffer, counts=self._counts(name), is_received=is_owned))
@@ -229,11 +229,9 @@ class Sharding:
         layouts = [buffer.layout for buffer in self._ddp.param_and_grad_buffers if buffer.layout.num_shards > 1]
         return plan_owners(ModelLayout(tuple(layouts)), whole).owner_of
 
-    def _buffers_and_ranks(self) -> Iterator[tuple[ParamAndGradBuffer, int]]:
-        """Yield the buffers, with the rank of this process in their reduction groups."""
-        by_name = self._ddp.ranks.by_name
-        for buffer in self._ddp.param_and_grad_buffers:
-            yield buffer, by_name[buffer.layout.key.group].communicator.rank
+    def _rank_in(self, buffer: ParamAndGradBuffer) -> int:
+        """Return the rank of this process in the reduction group of a buffer."""
+        return self._ddp.ranks.by_name[buffer.layout.key.group].communicator.rank
 
     def _segments(
         self, buffer: ParamAndGradBuffer, group_of: Mapping[str, int], signature_of: Mapping[str, Hashable]
@@ -243,8 +241,8 @@ class Sharding:
         signatures = {
             name: (self._counts(name), signature_of.get(name), name if self._may_skip(name) else "") for name in buffer.params
         }
-        rank = self._ddp.ranks.by_name[buffer.layout.key.group].communicator.rank
-        for segment in plan_segments(buffer.layout, group_of, rank=rank, is_sharded=self._is_sharded, signature_of=signatures):
+        rank, is_sharded = self._rank_in(buffer), self._is_sharded
+        for segment in plan_segments(buffer.layout, group_of, rank=rank, is_sharded=is_sharded, signature_of=signatures):
             yield segment, self._counts(segment.params[0])
 
     def _counts(self, name: str) -> bool:
@@ -299,7 +297,7 @@ class Sharding:
         owned = [shard for shard in shards if isinstance(shard, WholeShard) and shard.is_received]
         self._held = [
             GradShard(segment, buffer, counts=counts)
-            for buffer, _ in self._buffers_and_ranks()
+            for buffer in self._ddp.param_and_grad_buffers
             for segment, counts in self._segments(buffer, {name: self._group_of[name] for name in self.owner_of}, {})
         ]
         self.exchange = OwnerExchange(self._ddp, self.owner_of, self._held, owned) if self.owner_of else None
