@@ -120,7 +120,8 @@ def error_of(call):
 @pytest.mark.parametrize("make", [adams, muon_and_adamw])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_parts_that_step_one_after_another_end_with_the_weights_of_a_joint_step(switches, make, order):
-    jointly, in_turn = Ranks(3, make, **switches), Ranks(3, make, **switches)
+    jointly = Ranks(3, make, **switches)
+    in_turn = Ranks(3, make, completion="manual", **switches)  # finds writes into a gather on its way
 
     def joint(rank, ddp, optimizer):
         for step in range(4):
@@ -337,6 +338,208 @@ def test_a_half_of_a_gan_that_no_loss_uses_keeps_its_state(switches):
     assert not maker
     assert [float(of["step"]) for of in judge.values()] == [3.0] * 4
     assert equal(ranks.weights[:4], list(Gan().maker.parameters()))
+
+
+# Steps that are skipped #
+
+
+@MODES
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_no_part_updates_if_the_gradients_of_one_are_not_finite(switches, order):
+    ranks = Ranks(2, sgds, nonfinite_gradients="skip_step", **switches)
+
+    def run(rank, ddp, optimizer):
+        noise, real = batch(0, rank)
+        (ddp(noise) + ddp(noise, real) * (math.inf if rank == 1 else 1.0)).backward()  # finite for the maker
+        results = [optimizer.parts[part].step() for part in order]
+        for part in optimizer.parts:
+            part.zero_grad()
+        both_losses(ddp, 1, rank).backward()
+        return [*(result.updated for result in results), *(optimizer.parts[part].step().updated for part in order)]
+
+    assert ranks.run(run) == [[False, False, True, True]] * 2
+    expected = Ranks(2, sgds, **switches)
+    expected.run(lambda rank, ddp, optimizer: [both_losses(ddp, 1, rank).backward(), optimizer.step()])
+    assert equal(ranks.weights, expected.weights)
+
+
+@MODES
+@pytest.mark.parametrize("clears", ["each", "all"])
+def test_a_torch_scaler_skips_all_parts_and_goes_on_as_without_one(switches, clears):
+    ranks = Ranks(2, sgds, nonfinite_gradients="allow", **switches)
+
+    def run(rank, ddp, optimizer):
+        scaler, scales = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2), []
+        for step in range(5):
+            factor = math.inf if (step, rank) == (1, 1) else 1.0
+            scaler.scale(both_losses(ddp, step, rank) * factor).backward()
+            for part in optimizer.parts:
+                scaler.step(part)
+                if clears == "each":
+                    part.zero_grad()
+            if clears == "all":
+                optimizer.zero_grad()
+            scaler.update()
+            scales.append(scaler.get_scale())
+        return scales
+
+    scales = ranks.run(run)
+
+    plain = Gan()
+    optimizers = sgds(plain)
+    for step in (0, 2, 3, 4):
+        (sum(both_losses(plain, step, rank) for rank in range(2)) / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        plain.zero_grad()
+    assert scales == [[2.0**10, 2.0**9, 2.0**9, 2.0**10, 2.0**10]] * 2
+    assert_near(ranks.weights, plain.parameters())
+
+
+@MODES
+def test_a_torch_scaler_unscales_before_each_part_is_clipped(switches):
+    scaled, unscaled = (Ranks(2, sgds, nonfinite_gradients="allow", **switches) for _ in range(2))
+
+    def with_scaler(rank, ddp, optimizer):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for step in range(3):
+            scaler.scale(both_losses(ddp, step, rank)).backward()
+            for part in optimizer.parts:
+                scaler.unscale_(part)
+                part.clip_grad_norm_(0.05)
+            for part in optimizer.parts:
+                scaler.step(part)
+            scaler.update()
+            optimizer.zero_grad()
+
+    def without(rank, ddp, optimizer):
+        for step in range(3):
+            both_losses(ddp, step, rank).backward()
+            for part in optimizer.parts:
+                part.clip_grad_norm_(0.05)
+                part.step()
+            optimizer.zero_grad()
+
+    scaled.run(with_scaler)
+    unscaled.run(without)
+
+    assert_near(scaled.weights, unscaled.weights)
+
+
+# State #
+
+
+@MODES
+@pytest.mark.parametrize("make", [adams, muon_and_adamw])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_state_of_parts_goes_on_with_any_number_of_ranks(switches, make, size):
+    def train(steps, num_ranks):
+        def run(rank, ddp, optimizer):
+            for step in steps:
+                # The same mean gradient on any number of ranks.
+                (sum(both_losses(ddp.module, step, part) for part in range(6)) / 6).backward()
+                for part in optimizer.parts:
+                    part.step()
+                    part.zero_grad()
+            states = [copy.deepcopy(part.state_dict()) for part in optimizer.parts]
+            ddp.finish_param_sync()
+            return states, copy.deepcopy(ddp.module.state_dict())
+
+        return run
+
+    def load(rank, ddp, optimizer):
+        ddp.load_state_dict(weights)
+        for part, state in zip(optimizer.parts, states, strict=True):
+            part.load_state_dict(copy.deepcopy(state))
+
+    whole, half, again = Ranks(2, make, **switches), Ranks(2, make, **switches), Ranks(size, make, **switches)
+    whole.run(train(range(4), 2))
+    states, weights = half.run(train(range(2), 2))[0]
+
+    again.run(load)
+    again.run(train(range(2, 4), size))
+
+    if size == 2:
+        assert equal(again.weights, whole.weights)
+    assert_near(again.weights, whole.weights)
+
+
+@MODES
+def test_the_state_of_a_part_is_that_of_its_plain_optimizer(switches):
+    ranks, plain = Ranks(2, **switches), Gan()
+    optimizers = adams(plain)
+    for step in range(2):
+        (sum(both_losses(plain, step, rank) for rank in range(2)) / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def run(rank, ddp, optimizer):
+        for step in range(2):
+            both_losses(ddp, step, rank).backward()
+            for part in optimizer.parts:
+                part.step()
+            optimizer.zero_grad()
+        return [part.state_dict() for part in optimizer.parts]
+
+    for found, optimizer in zip(ranks.run(run)[1], optimizers, strict=True):
+        expected = optimizer.state_dict()
+        assert found["param_groups"] == expected["param_groups"]
+        assert found["state"].keys() == expected["state"].keys()
+        for key, of_param in expected["state"].items():
+            assert found["state"][key].keys() == of_param.keys()
+            assert_near(found["state"][key].values(), of_param.values())
+        optimizer.load_state_dict(found)
+
+
+@MODES
+def test_state_of_another_part_is_refused_on_all_ranks_and_changes_nothing(switches):
+    ranks = Ranks(2, lambda model: sgds(model)[:1] + [torch.optim.Adam(model.judge[:1].parameters())]
+                  + [torch.optim.Adam(model.judge[2].parameters())], **switches)
+
+    def run(rank, ddp, optimizer):
+        both_losses(ddp, 0, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        first, second, third = (part.state_dict() for part in optimizer.parts)
+        errors = [error_of(lambda: optimizer.parts[2].load_state_dict(second)), error_of(lambda: optimizer.parts[1].load_state_dict({}))]
+        return errors, equal(optimizer.parts[2].state_dict()["state"][0].values(), third["state"][0].values())
+
+    for errors, is_same in ranks.run(run):
+        assert [type(error) for error in errors] == [CheckpointMismatchError] * 2
+        assert is_same
+
+
+@MODES
+def test_a_half_that_is_not_stepped_does_not_stand_in_the_way_of_a_checkpoint(switches):
+    ranks = Ranks(2, unused_parameters="skip", **switches)
+
+    def run(rank, ddp, optimizer):
+        ddp(batch(0, rank)[0]).backward()
+        optimizer.parts[0].step()
+        optimizer.parts[0].zero_grad()
+        return len(optimizer.parts[0].state_dict()["state"])
+
+    assert ranks.run(run) == [4, 4]
+
+
+@MODES
+def test_training_goes_on_with_parts_after_a_rebuild(switches):
+    ranks, expected = Ranks(2, **switches), Ranks(2, **switches)
+
+    def run(rank, ddp, optimizer, *, rebuilds=True):
+        for step in range(4):
+            both_losses(ddp, step, rank).backward()
+            for part in optimizer.parts:
+                part.step()
+                part.zero_grad()
+            if step == 1 and rebuilds:
+                ddp.rebuild()
+
+    ranks.run(run)
+    expected.run(lambda *rank: run(*rank, rebuilds=False))
+
+    assert equal(ranks.weights, expected.weights)
 
 
 # Calls that are wrong #
