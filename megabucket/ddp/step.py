@@ -49,7 +49,7 @@ from typing import Final
 
 import torch
 
-from megabucket.buffer import GradPhase, _ParamAndGradBucketGroup
+from megabucket.buffer import GradPhase, WithheldGrad, _ParamAndGradBucketGroup
 from megabucket.config.resolve import StepPolicy
 from megabucket.ddp.backward import Backward, refuse_in_backward
 from megabucket.ddp.calls import CollectiveCall, agree_on_call, making, making_several
@@ -182,7 +182,8 @@ class GradSync:
         """Optimizers that must not step: those inside a ``DistributedOptimizer``, which asks ``skip_reason``."""
         self._is_leaving = False  # detach() waits for the other ranks, but not for long
         self._concludes_late = False  # forwards of the next step may begin before the step that was given up is concluded
-        self._resets_late = False  # the reduced gradients are cleared when the next step begins
+        self.resets_late = False
+        """Whether the reduced gradients are cleared when the next step begins; those of some optimizers are already."""
         self._no_sync_depth = self._num_blocks = 0
         self.num_calls = 0
         """Number of collective calls that were entered."""
@@ -347,7 +348,6 @@ class GradSync:
 
     def _follow_backward(self) -> Backward:
         self.settle()
-        self._reset_if_due()
         self._begin("backward")
         self.dropped = None
         backward = self.backward
@@ -396,14 +396,22 @@ class GradSync:
 
         After an all-reduce a cleared gradient (``None``) starts from zero. One that was zeroed in place, or kept, accumulates
         and is reduced again: the mean of equal values is that value, as with torch's own accumulation. A sum would count the
-        old values once per rank, and after a reduce-scatter they are not whole gradients; both are noted as late.
+        old values once per rank, and after a reduce-scatter they are not whole gradients; both are noted as late. So is a
+        gradient that was to be cleared before this step, and has been added to instead.
         """
         own = group.slots[position]
         slots = [slot for one in self.groups for slot in one.slots]
         kept = [
             slot for slot in slots if slot.param.grad is slot.in_buffer or (slot.param.grad is not None and slot is not own)
         ]
-        if self.policy.is_sharded or (not self.policy.averages and kept):
+        if self.resets_late:
+            if own.param.grad is own.in_buffer or type(own.param.grad) is WithheldGrad:
+                self._note_late(group, position)
+            for slot in slots:
+                if slot is not own:
+                    slot.param.grad = None
+            kept = []
+        elif self.policy.is_sharded or (not self.policy.averages and kept):
             self._note_late(group, position)
             kept = []
         try:
@@ -418,7 +426,7 @@ class GradSync:
     def _reopen(self) -> None:
         for group in self.groups:
             group.reopen()
-        self.skip_reason = ""
+        self.skip_reason, self.resets_late = "", False
         if self.state is not StepState.LAUNCHING:
             self.enter(StepState.OPEN)
 
@@ -728,10 +736,10 @@ class GradSync:
 
     def reset_late(self) -> None:
         """Reset when the next step begins: on the reduced gradients of this one, other optimizers may still step."""
-        self._resets_late = True
+        self.resets_late = True
 
     def _reset_if_due(self) -> None:
-        if self._resets_late:
+        if self.resets_late:
             self._reset()
 
     def _reset(self) -> None:
@@ -765,7 +773,7 @@ class GradSync:
 
     def _forget(self) -> None:
         """Forget the gradients, none of which a collective owns."""
-        self.skip_reason, self._concludes_late, self._resets_late = "", False, False
+        self.skip_reason, self._concludes_late, self.resets_late = "", False, False
         self._schedule.reset()
         self.enter(StepState.IDLE)
 

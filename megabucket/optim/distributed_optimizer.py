@@ -445,7 +445,7 @@ class DistributedOptimizer(SteppingForWrapper):
         """
         for slot in chain.from_iterable(group.slots for group in self.ddp.sync.groups):
             grad = slot.param.grad
-            if grad is slot.in_buffer or (grad is None and slot.name in self.ddp.sync.skipped):
+            if grad is slot.in_buffer or (grad is None and (slot.name in self.ddp.sync.skipped or self.ddp.sync.resets_late)):
                 continue
             if grad is None:
                 raise PhaseError(
@@ -580,13 +580,12 @@ class DistributedOptimizer(SteppingForWrapper):
         return self.ddp.sync.is_reduced and self._skipped_step == self.ddp.sync.step
 
     def zero_grad_of_part(self, part: int, *, set_to_none: bool) -> None:
-        """Clear all gradients of the wrapped module, but let the other parts step on those of this step before.
-
-        They are cleared by the last part, or when the next forward begins.
-        """
+        """Clear all gradients of the wrapped module, but those of parts that may step on them only when the next step begins."""
         if self._is_skipped:
             self._is_last_part(part)
         if part in self._parts_done and len(self._parts_done) < len(self.torch_optimizers):
+            for param in chain.from_iterable(group["params"] for group in self.torch_optimizers[part].param_groups):
+                param.grad = None
             self.ddp.sync.reset_late()
         else:
             self.zero_grad(set_to_none)
@@ -869,7 +868,7 @@ class OptimizerPart(SteppingForWrapper):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients of the wrapped module.
 
-        After a step, while other parts have not stepped on the same gradients: when they have, or when the next forward begins.
+        After a step of this optimizer, those of parts that have not stepped on the same gradients go when the next step begins.
         """
         self.whole.zero_grad_of_part(self.index, set_to_none=set_to_none)
 
