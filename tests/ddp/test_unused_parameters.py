@@ -427,7 +427,9 @@ def test_a_parameter_that_becomes_trainable_is_still_an_error(sharded):
     def run(rank, ddp):
         ddp.module.d.requires_grad_(True)
         ddp.module.a.requires_grad_(False)
-        with pytest.raises(TrainabilityChangedError, match="rank 0 has unfrozen 'd' .*on every rank after changing requires_grad. The"):
+        with pytest.raises(
+            TrainabilityChangedError, match="rank 0 has unfrozen 'd' .*on every rank after changing requires_grad. The"
+        ):
             take_step(ddp, {"b": 1.0, "d": 1.0})
 
     ranks.run(run)

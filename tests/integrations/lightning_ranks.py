@@ -21,7 +21,7 @@ from lightning.pytorch.plugins import MixedPrecision
 
 import megabucket as mb
 import megabucket.integrations.lightning as adapter
-from megabucket.errors import ConfigError
+from megabucket.errors import ConfigError, OptimizerParametersError
 
 STEPS = 6  # of each of two epochs
 CLIP = 0.05  # every step has a norm above it, as the test asserts
@@ -279,7 +279,7 @@ def failure_on_one_rank(root: Path, strategy: object) -> list[list[object]]:
 def text_of_refusal(attempt: Callable[[], object]) -> str:
     try:
         attempt()
-    except ConfigError as error:
+    except (ConfigError, OptimizerParametersError) as error:
         return str(error)
     return "not refused"
 

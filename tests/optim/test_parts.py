@@ -522,15 +522,23 @@ def test_the_state_of_a_part_is_that_of_its_plain_optimizer(switches):
 
 @MODES
 def test_state_of_another_part_is_refused_on_all_ranks_and_changes_nothing(switches):
-    ranks = Ranks(2, lambda model: sgds(model)[:1] + [torch.optim.Adam(model.judge[:1].parameters())]
-                  + [torch.optim.Adam(model.judge[2].parameters())], **switches)
+    ranks = Ranks(
+        2,
+        lambda model: (
+            sgds(model)[:1] + [torch.optim.Adam(model.judge[:1].parameters())] + [torch.optim.Adam(model.judge[2].parameters())]
+        ),
+        **switches,
+    )
 
     def run(rank, ddp, optimizer):
         both_losses(ddp, 0, rank).backward()
         optimizer.step()
         optimizer.zero_grad()
         first, second, third = (part.state_dict() for part in optimizer.parts)
-        errors = [error_of(lambda: optimizer.parts[2].load_state_dict(second)), error_of(lambda: optimizer.parts[1].load_state_dict({}))]
+        errors = [
+            error_of(lambda: optimizer.parts[2].load_state_dict(second)),
+            error_of(lambda: optimizer.parts[1].load_state_dict({})),
+        ]
         return errors, equal(optimizer.parts[2].state_dict()["state"][0].values(), third["state"][0].values())
 
     for errors, is_same in ranks.run(run):
