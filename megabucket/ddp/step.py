@@ -1005,7 +1005,9 @@ class GradSync:
             MegabucketError: the last step was dropped on all ranks, and this rank has not raised its error yet.
         """
         self.settle(raises_again=True)
-        self._reset_if_due()
+        has_stepped = self.state is StepState.COMMITTED and self.counters.num_updates and not self.counters.num_open_forwards
+        if self.resets_late or has_stepped:
+            self._reset()  # one of several optimizers has stepped, and the others do not
         # Gradients that no optimizer has used or cleared would be lost, like those of a microbatch.
         has_grads = self._awaits_update and any(slot.param.grad is not None for group in self.groups for slot in group.slots)
         if has_grads or not self.is_between_steps:

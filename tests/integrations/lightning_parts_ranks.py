@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_plain_ranks import Both, Gan, distance, fabric_pair, train, without_shards
 from lightning_ranks import Net, is_plain, make_loader, make_trainer, scaling, text_of_refusal
@@ -88,17 +89,22 @@ def resume(root: Path, said: dict[str, object]) -> None:
     def strategy(name: str) -> object:
         return DDPStrategy(find_unused_parameters=True) if name == "ddp" else strategies(finds_unused=True)[name]
 
-    for case, make, options in (
-        ("Muon and AdamW", Both, {"accumulate": 2}),
-        ("GAN", lambda: Gan(toggles=True, clips_by="norm", clears_after=True), {}),
+    for case, make, finds_unused, options in (
+        ("Muon and AdamW", Both, False, {"accumulate": 2}),
+        ("GAN", lambda: Gan(toggles=True, clips_by="norm"), True, {}),
+        ("GAN, cleared after each step", lambda: Gan(toggles=True, clips_by="norm", clears_after=True), True, {}),
     ):
-        whole = train(root, "ddp" if case != "GAN" else strategy("ddp"), make(), **options)
+        ddp = DDPStrategy(find_unused_parameters=finds_unused)
+        whole = train(root, ddp, make(), **options)
         for first in ("ddp", "sharded"):
-            file = root / f"half of {first}, {case}.ckpt"
-            train(root, strategy(first), make(), num_epochs=1, save_to=file, **options)
+            saving = ModelCheckpoint(dirpath=root / f"{case} {first}", filename="{epoch}", save_top_k=-1)
+            train(root, strategy(first), make(), num_epochs=1, callbacks=[saving], enable_checkpointing=True, **options)
+            file = root / f"{case} {first}" / "epoch=0.ckpt"
             for second in ("ddp", "sharded"):
                 found = train(root, strategy(second), make(), ckpt_path=file, **options)
                 said[f"{case}, {first} to {second}"] = distance(found, whole)
+            found = train(root, strategy(first), make(), num_epochs=1, save_to=file, **options)  # after fit
+            said[f"{case}, {first} after fit"] = distance(train(root, strategy("sharded"), make(), ckpt_path=file, **options), whole)
 
 
 def with_fabric(said: dict[str, object]) -> None:

@@ -285,17 +285,11 @@ def text_of_refusal(attempt: Callable[[], object]) -> str:
 
 
 def refusals() -> list[str]:
-    class TwoOptimizers(Net):
-        def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-            self.automatic_optimization = False
-            return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.net[0], self.net[2])]
-
     return [
         text_of_refusal(attempt)
         for attempt in (
             lambda: adapter.MegabucketStrategy(static_graph=True),
             lambda: adapter.MegabucketStrategy(ddp_comm_hook=print, ddp_comm_state={}),
-            lambda: make_trainer(Path(), "megabucket").fit(TwoOptimizers(), make_loader()),
             lambda: make_trainer(Path(), "megabucket", gradient_clip_val=1.0, gradient_clip_algorithm="value").fit(
                 Net(), make_loader()
             ),

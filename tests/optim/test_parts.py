@@ -547,16 +547,28 @@ def test_state_of_another_part_is_refused_on_all_ranks_and_changes_nothing(switc
 
 
 @MODES
-def test_a_half_that_is_not_stepped_does_not_stand_in_the_way_of_a_checkpoint(switches):
-    ranks = Ranks(2, unused_parameters="skip", **switches)
+@pytest.mark.parametrize("clears", [True, False])
+def test_a_half_that_does_not_step_stands_in_the_way_of_no_checkpoint_and_no_rebuild(switches, clears):
+    def run(rank, ddp, optimizer, *, calls=True):
+        maker, judge = optimizer.parts
+        for step in range(3):
+            for part, inputs in ((maker, batch(step, rank)[:1]), (judge, batch(step, rank))):
+                part.zero_grad()
+                ddp(*inputs).backward()
+                part.step()
+                if clears:
+                    part.zero_grad()
+                if calls:
+                    part.load_state_dict(part.state_dict())
+                    ddp.check_replicas()
+            if calls:
+                ddp.rebuild()
 
-    def run(rank, ddp, optimizer):
-        ddp(batch(0, rank)[0]).backward()
-        optimizer.parts[0].step()
-        optimizer.parts[0].zero_grad()
-        return len(optimizer.parts[0].state_dict()["state"])
+    ranks, expected = (Ranks(2, unused_parameters="skip", **switches) for _ in range(2))
+    ranks.run(run)
+    expected.run(lambda *rank: run(*rank, calls=False))
 
-    assert ranks.run(run) == [4, 4]
+    assert equal(ranks.weights, expected.weights)
 
 
 @MODES
