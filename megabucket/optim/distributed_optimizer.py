@@ -497,8 +497,6 @@ class DistributedOptimizer(SteppingForWrapper):
         """
         sync, sharding, num_zeros = self.ddp.sync, self.sharding, None
         updates, exchange = sharding.updates if part is None else sharding.updates[part : part + 1], self._exchange_of(part)
-        if part is not None:
-            self.ddp.finish_param_sync()  # after another part's update it may still read the shards
         skipped = sync.skipped if sharding.skips_some else ()
         if self._settings["returns_num_zeros"]:
             used = [shard for shard in sharding.grad_shards if shard.counts and shard.segment.params[0] not in skipped]
