@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ from megabucket.cli.workload import Overrides
 
 if TYPE_CHECKING:
     from megabucket.cli.explain_text import ResolvedConfig
+    from megabucket.planning.owners import GroupOwners
     from megabucket.planning.run_config import RunConfig
 
 
@@ -23,14 +25,16 @@ def explain(
     json: Annotated[bool, typer.Option("--json", help="print the values as JSON on stdout")] = False,
 ) -> None:
     """Print every value that the config leaves open, with its reason."""
+    from megabucket.cli.plan_text import owner_lines
     from megabucket.planning.run_config import load_config
 
     run = load_config(config, overrides or [])
     with notice_when_slow("laying out the model"):
-        answers, groups = _resolve_all(run, dp_size), _reduction_groups(run, dp_size)
+        answers, groups, owners = _resolve_all(run, dp_size), _reduction_groups(run, dp_size), _owners(run, dp_size)
     values = [{"param_dtype": answer.param_dtype, "values": answer.to_dict()} for answer in answers]
-    data = {"dp_size": dp_size, "answers": values, "groups": groups}
-    print_answer(data, _lines(answers, groups, dp_size), as_json=json)
+    data = {"dp_size": dp_size, "answers": values, "groups": groups, "owners": [each.to_dict() for each in owners]}
+    of_owners = owner_lines(owners, optimizer=run.optimizer.name)
+    print_answer(data, chain(_lines(answers, groups, dp_size), of_owners), as_json=json)
 
 
 def _lines(answers: list[ResolvedConfig], groups: list[dict[str, object]], dp_size: int) -> Iterator[str]:
@@ -58,6 +62,22 @@ def _reduction_groups(run: RunConfig, dp_size: int) -> list[dict[str, object]]:
         divisor, reason = dense, f"grad_reduction='mean': ranks of dense={dense}, for every group without a divisor of its own"
     groups = [{"name": name, "num_ranks": sizes.get(name, dp_size), "divisor": divisor, "reason": reason} for name in names]
     return groups if len(groups) > 1 else []
+
+
+def _owners(run: RunConfig, dp_size: int) -> tuple[GroupOwners, ...]:
+    """Return the owners of whole tensors, where the optimizer of the config has them."""
+    from megabucket.layout import build_layout
+    from megabucket.planning.architecture import param_specs
+    from megabucket.planning.owners import describe_owners
+    from megabucket.planning.run_config import group_sizes_of, shard_counts
+
+    specs = param_specs(run.model) if run.model is not None and run.ddp.use_distributed_optimizer else []
+    whole_params = run.optimizer.whole_params(specs)
+    if not whole_params:
+        return ()
+    shards = shard_counts(dp_size, group_sizes_of(run, specs), run.num_distributed_optimizer_instances)
+    layout = build_layout(specs, run.ddp, dp_size=shards["dense"], group_sizes=shards)
+    return describe_owners(layout, whole_params)
 
 
 def _value_text(value: object) -> str:

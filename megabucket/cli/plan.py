@@ -14,6 +14,10 @@ from megabucket.cli.workload import ConfigFile, Overrides
 from megabucket.errors import ConfigError
 
 _GIB = 1024**3
+_NO_MODEL = (
+    "model is required to plan; give a preset (-c gpt2-124m), a config.json of Hugging Face, module:callable, or a YAML file "
+    "with a model section"
+)
 
 
 def plan(
@@ -27,23 +31,22 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="print the plan as JSON on stdout")] = False,
 ) -> None:
     """Print the buckets a model would get, and the memory of a rank by category in both modes."""
-    from megabucket.cli.plan_text import bucket_lines, memory_lines, total_lines
+    from megabucket.cli.plan_text import bucket_lines, memory_lines, owner_lines, total_lines
     from megabucket.layout import build_layout
     from megabucket.planning.architecture import param_specs
     from megabucket.planning.describe import describe_rows, describe_totals
     from megabucket.planning.memory import memory_by_mode
+    from megabucket.planning.owners import describe_owners
     from megabucket.planning.run_config import group_sizes_of, load_config, shard_counts
 
     run = load_config(config, overrides or [])
     if run.model is None:
-        raise ConfigError(
-            f"{config or 'command line'}: model is required to plan; give a preset (-c gpt2-124m), a "
-            "config.json of Hugging Face, module:callable, or a YAML file with a model section"
-        )
+        raise ConfigError(f"{config or 'command line'}: {_NO_MODEL}")
     num_instances = run.num_distributed_optimizer_instances
     with notice_when_slow("laying out the model"):
         specs = param_specs(run.model)
         group_sizes = group_sizes_of(run, specs, expert_dp_size=expert_dp_size)
+        whole_params, activation_bytes = run.optimizer.whole_params(specs), int(activation_gib * _GIB)
         shards = shard_counts(dp_size, group_sizes, num_instances)
         layout = build_layout(specs, run.ddp, dp_size=shards["dense"], group_sizes=shards)
         rows = describe_rows(layout)
@@ -55,8 +58,10 @@ def plan(
             group_sizes=group_sizes,
             num_instances=num_instances,
             moments_per_element=run.optimizer.moments_per_element,
-            activation_bytes=int(activation_gib * _GIB),
+            activation_bytes=activation_bytes,
+            whole_params=whole_params,
         )
+        owners = describe_owners(layout, whole_params) if run.ddp.use_distributed_optimizer else ()
     chosen = "reduce_scatter" if run.ddp.use_distributed_optimizer else "all_reduce"
     data = {
         "dp_size": dp_size,
@@ -67,12 +72,18 @@ def plan(
         "fingerprint": layout.fingerprint,
         "totals": asdict(totals),
         "memory": {mode: {**asdict(each), "total_bytes": each.total_bytes} for mode, each in memory.items()},
+        "owners": [each.to_dict() for each in owners],
         "buckets": [asdict(row) for row in rows],
     }
     of_memory = memory_lines(memory, optimizer=run.optimizer.name, dp_size=dp_size, chosen=chosen)
-    lines = chain(total_lines(totals, layout.fingerprint), of_memory, bucket_lines(rows, show_all=show_all))
+    of_owners = owner_lines(owners, optimizer=run.optimizer.name)
+    lines = chain(total_lines(totals, layout.fingerprint), of_memory, of_owners, bucket_lines(rows, show_all=show_all))
     print_answer(data, lines, as_json=json)
-    if totals.padding_fraction > max_padding:
-        text = f"error: padding is {totals.padding_fraction:.4%} of the buffers, more than --max-padding {max_padding:.4%}"
+    _check_padding(totals.padding_fraction, max_padding)
+
+
+def _check_padding(padding_fraction: float, max_padding: float) -> None:
+    if padding_fraction > max_padding:
+        text = f"error: padding is {padding_fraction:.4%} of the buffers, more than --max-padding {max_padding:.4%}"
         typer.echo(text, err=True)
         raise typer.Exit(ExitCode.FAILED)

@@ -10,6 +10,7 @@ from megabucket.cli.output import counted, text_table
 from megabucket.errors import printable
 from megabucket.planning.describe import BucketRow, LayoutTotals
 from megabucket.planning.memory import RankMemory
+from megabucket.planning.owners import GroupOwners
 from megabucket.units import format_bytes, format_count
 
 ROWS_SHOWN_AT_EACH_END: Final = 5
@@ -42,7 +43,8 @@ def memory_lines(memory: Mapping[str, RankMemory], *, optimizer: str, dp_size: i
     Args:
         chosen: the mode of the config.
     """
-    yield f"memory of the first of {counted(dp_size, 'rank')}, DistributedOptimizer with {optimizer}"
+    which = "busiest owner" if optimizer == "muon" else "first"
+    yield f"memory of the {which} of {counted(dp_size, 'rank')}, DistributedOptimizer with {optimizer}"
     rows = [["", *(f"{mode}{' *' if mode == chosen else ''}" for mode in memory)]]
     for field in fields(RankMemory):
         sizes = [getattr(each, field.name) for each in memory.values()]
@@ -52,6 +54,32 @@ def memory_lines(memory: Mapping[str, RankMemory], *, optimizer: str, dp_size: i
     yield from text_table(rows, indent=2)
     left_out = "" if any(each.activation_bytes for each in memory.values()) else "; activations: --activation-gib"
     yield f"  * the mode of this config{left_out}"
+    yield ""
+
+
+def owner_lines(owners: Sequence[GroupOwners], *, optimizer: str) -> Iterator[str]:
+    """Yield a table of the owners of whole tensors, a row per reduction group; nothing without any."""
+    if not owners:
+        return
+    yield f"owners of the tensors that {optimizer} updates whole; bytes of the busiest rank in a step"
+    head = ("", "ranks", "tensors", "elements", "busiest/mean", "busiest/bound", "sent", "received", "of the rest", "buffers")
+    rows = [
+        (
+            printable(each.group),
+            f"{each.num_ranks:,}",
+            f"{each.num_tensors:,}",
+            format_count(each.numel),
+            f"{each.busiest_flop / each.mean_flop:.3f}" if each.mean_flop else "-",
+            f"{each.busiest_flop / each.least_flop:.3f}" if each.least_flop else "-",
+            format_bytes(each.sent_bytes),
+            format_bytes(each.received_bytes),
+            f"{each.sent_fraction:.2%}",
+            format_bytes(each.exchange_buffer_bytes),
+        )
+        for each in owners
+    ]
+    yield from text_table([head, *rows], indent=2)
+    yield "  the rest: reduce-scatters and gathers; buffers: of the exchange, inside a step, on top of the memory above"
     yield ""
 
 

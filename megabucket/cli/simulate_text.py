@@ -34,21 +34,24 @@ def assumed_line(run: RunConfig, workload: Workload, config: Path | None, overri
         times = f"{tokens} at {given.flops_per_s / 1e12:,g} TFLOP/s {origin('flops_per_s')}"
     if given.optimizer_s is not None:
         optimizer = origin("optimizer_s")
-    return f"assumed: {times}, optimizer {_ms(workload.optimizer_s)} ms {optimizer}"
+    rate = ""
+    if run.optimizer.name == "muon":
+        rate = f", updates of whole tensors at {run.optimizer.flops_per_s / 1e12:,g} TFLOP/s (optimizer.flops_per_s)"
+    return f"assumed: {times}, optimizer {_ms(workload.optimizer_s)} ms {optimizer}{rate}"
 
 
 def outlook_lines(outlook: Outlook, assumed: str, *, show_cuts: bool) -> Iterator[str]:
     """Yield the figures of an outlook; ``assumed`` is a line of the summary."""
     setting, workload = outlook.setting, outlook.setting.workload
     size = format_count(outlook.best.bucket_numel or 0)
-    yield f"optimal cuts {_ms(outlook.optimal.step_s)} ms a step, {_against(outlook.optimal, outlook.best)} ({size})"
+    yield f"optimal cuts {_ms(outlook.optimal.step_s)} ms a step, {_against(outlook, outlook.optimal)} ({size})"
     tensors, ranks = counted(len(workload.tensors), "tensor"), counted(setting.dp_size, "rank")
     if setting.num_instances > 1:
         ranks += f" in {setting.num_instances} replicas"
     what = f"{setting.mode.value} of {tensors}, {format_count(workload.numel)} elements"
     # A flat link costs the same on any number, and without a model nothing else depends on it.
     yield f"{what}, on {ranks}" if setting.specs is not None or not isinstance(setting.link, FlatLink) else what
-    yield f"compute {_ms(workload.compute_s)} ms: {_compute_text(workload)}"
+    yield f"compute {_ms(setting.compute_s)} ms: {_compute_text(workload, setting.owner_update_s)}"
     yield assumed
     yield f"one collective per tensor after backward {_ms(outlook.no_overlap_s)} ms"
     yield ""
@@ -62,7 +65,7 @@ def outlook_lines(outlook: Outlook, assumed: str, *, show_cuts: bool) -> Iterato
         rows.append(_cells("default", outlook.default, outlook, format_count(outlook.default.bucket_numel or 0)))
     if outlook.configured is not None:
         rows.append(_cells("config", outlook.configured, outlook, "the config's own sizes"))
-    rows.append(_cells("optimal", outlook.optimal, outlook, _against(outlook.optimal, outlook.best)))
+    rows.append(_cells("optimal", outlook.optimal, outlook, _against(outlook, outlook.optimal)))
     yield from text_table(rows, num_left=0, num_folded=1)
     yield ""
     yield f"gain is over one collective per tensor; no plan is below {_ms(outlook.lower_bound_s)} ms"
@@ -71,13 +74,15 @@ def outlook_lines(outlook: Outlook, assumed: str, *, show_cuts: bool) -> Iterato
         yield from _cut_lines(outlook)
 
 
-def _compute_text(workload: Workload) -> str:
+def _compute_text(workload: Workload, owner_update_s: float) -> str:
     passes = [("forward", workload.forward_s), ("backward", workload.backward_s)]
     parts = [f"{name} {_ms(seconds)}" for name, seconds in passes if seconds > 0]
     if parts and workload.num_microbatches > 1:
         parts = [f"{workload.num_microbatches} x ({' + '.join(parts)})"]
     if workload.optimizer_s > 0:
         parts.append(f"optimizer {_ms(workload.optimizer_s)}")
+    if owner_update_s > 0:
+        parts.append(f"whole tensors {_ms(owner_update_s)}")
     return " + ".join(parts) or "nothing"
 
 
@@ -86,11 +91,13 @@ def _cells(name: str, row: SweepRow, outlook: Outlook, note: str) -> tuple[str, 
     return (name, f"{row.buckets:,}", _ms(row.step_s), _ms(row.exposed_s), f"{gain:.2f}x", note)
 
 
-def _against(optimal: SweepRow, best: SweepRow) -> str:
+def _against(outlook: Outlook, optimal: SweepRow) -> str:
+    best = outlook.best
+    why = "by padding and the exchange with owners" if optimal.plan.to_owner_bytes else "by padding"
     gain = 1 - optimal.step_s / best.step_s if best.step_s > 0 else 0.0
     if abs(gain) <= 5e-5:
         return "as the best size"
-    return f"{gain:.2%} below the best size" if gain > 0 else f"{-gain:.2%} above the best size, by padding"
+    return f"{gain:.2%} below the best size" if gain > 0 else f"{-gain:.2%} above the best size, {why}"
 
 
 def _scaling_lines(outlook: Outlook) -> Iterator[str]:

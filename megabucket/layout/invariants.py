@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise, zip_longest
 from typing import Final
 
-from megabucket.layout.layout import BucketLayout, BufferLayout, ModelLayout
+from megabucket.errors import name_list
+from megabucket.layout.layout import BucketLayout, BufferLayout, ModelLayout, Span
+from megabucket.layout.owners import BucketExchange, OwnerPlan, lower_bound, plan_exchange
 from megabucket.units import DTYPE_BYTES
 
 _Check = Callable[[BufferLayout], Iterator[str]]
@@ -29,6 +31,70 @@ def check_layout(layout: ModelLayout) -> list[str]:
         for name, check in BUFFER_INVARIANTS.items():
             violations += [f"{name}: buffer {index} ({buffer.key}): {text}" for text in check(buffer)]
     return violations
+
+
+def check_owners(layout: ModelLayout, plan: OwnerPlan, params: Collection[str] | None = None) -> list[str]:
+    """Return every violated invariant of a plan of owners as ``"name: problem"``; empty when the plan is sound.
+
+    What travels is computed for every rank, so time grows with the square of the ranks. Never raises for a bad plan of a sound
+    layout.
+
+    Args:
+        params: those that need an owner unless they are empty. ``None``: those that the plan names.
+    """
+    buffer_of = {name: buffer for buffer in layout.buffers for name in buffer.params}
+    violations = [f"each-tensor-once: {text}" for text in _owned_not_once(buffer_of, plan, params)]
+    for name, group, owner, cost in plan.tensors:
+        buffer = buffer_of.get(name)
+        if buffer is not None and (group != buffer.key.group or plan.num_ranks.get(group) != buffer.num_shards):
+            cut = f"{buffer.num_shards} of {buffer.key.group!r}"
+            violations.append(f"group-is-the-buffer's: {name!r} has {plan.num_ranks.get(group)} ranks of {group!r}, not {cut}")
+        if not 0 <= owner < plan.num_ranks.get(group, 0):
+            violations.append(f"owner-is-a-rank: {name!r} belongs to rank {owner} of {plan.num_ranks.get(group)}")
+        if cost < 0:
+            violations.append(f"cost-is-not-negative: {name!r} costs {cost}")
+    if violations:
+        return violations
+    for group, num_ranks in plan.num_ranks.items():
+        busiest = max(plan.loads(group))
+        least = lower_bound((tensor.cost for tensor in plan.tensors if tensor.group == group), num_ranks)
+        if 3 * busiest > 4 * least:
+            violations.append(f"busiest-is-within-4/3: {busiest} of {group!r} is more than 4/3 of the lower bound {least}")
+    for buffer in layout.buffers:
+        for bucket in buffer.buckets:
+            parts = [plan_exchange(buffer, bucket, plan.owner_of, rank=rank) for rank in range(buffer.num_shards)]
+            violations += _exchange_violations(buffer, bucket, plan.owner_of, [part for part in parts if part is not None])
+    return violations
+
+
+def _owned_not_once(buffer_of: Mapping[str, BufferLayout], plan: OwnerPlan, params: Collection[str] | None) -> Iterator[str]:
+    count = Counter(tensor.param for tensor in plan.tensors)
+    wanted = set(count if params is None else params)
+    for name in sorted(wanted | set(count)):
+        is_there = name in buffer_of and buffer_of[name].params[name].numel > 0
+        if count[name] != (name in wanted and is_there):
+            yield f"{name!r} has {count[name]} owners" + ("" if is_there else " and no elements")
+
+
+def _exchange_violations(
+    buffer: BufferLayout, bucket: BucketLayout, owner_of: Mapping[str, int], parts: Sequence[BucketExchange]
+) -> Iterator[str]:
+    """Yield what is wrong with the exchange of one bucket: ``parts`` by rank; none where no rank has one."""
+    place = f"bucket {bucket.index} of {buffer.key}"
+    if [part.held_numels for part in parts] != list(zip(*(part.owned_numels for part in parts), strict=True)):
+        yield f"sent-is-received: {place}: the elements that ranks send and receive are not each other's transpose"
+    arriving: dict[str, list[Span]] = {name: [] for name in bucket.params if name in owner_of}
+    for part in parts:
+        for name, piece in part.held:
+            arriving.setdefault(name, []).append(piece)
+    for name, pieces in arriving.items():
+        whole = buffer.params[name]
+        starts, stops = [piece.start for piece in pieces], [piece.stop for piece in pieces]
+        if [*starts, whole.stop] != [whole.start, *stops]:
+            yield f"each-element-travels-once: {place}: the pieces of {name!r} in rank order are {list(map(tuple, pieces))}"
+    owned = [name for part in parts for name in part.owned]
+    if sorted(owned) != sorted(arriving):
+        yield f"each-element-travels-once: {place}: owners await {name_list(owned)}, not {name_list(list(arriving))}"
 
 
 # The invariants, one by one: each looks at one buffer and yields a text per violation #

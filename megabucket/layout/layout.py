@@ -21,6 +21,7 @@ from functools import cached_property
 from typing import Any, Final, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing_extensions import Self
 
 from megabucket.errors import LayoutError, name_list
 from megabucket.layout.spec import BufferKey
@@ -165,13 +166,7 @@ class ModelLayout:
         Raises:
             LayoutError: the text is not JSON, not a layout, or of another version.
         """
-        try:
-            read = _Layout.model_validate_json(text)
-        except ValidationError as error:
-            problem = error.errors(include_url=False)[0]
-            place = ".".join(map(str, problem["loc"])) or "the text"
-            raise LayoutError(f"no layout that this release reads: {place}: {problem['msg']}") from None
-        return ModelLayout(tuple(map(_buffer_of, read.buffers)))
+        return ModelLayout(tuple(map(_buffer_of, _Layout.read(text, "layout").buffers)))
 
     @property
     def num_buckets(self) -> int:
@@ -215,13 +210,27 @@ _IN_JSON: Final = {"registration_index": "index", "ready_index": "ready"}
 """Fields of a slot that its JSON has under other names."""
 
 
-class _Part(BaseModel):
+class JsonPart(BaseModel):
     """One object of the JSON. Types are strict: no number in quotes, no boolean for a number."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
+    @classmethod
+    def read(cls, text: str, what: str) -> Self:
+        """Return the object in ``text``.
 
-class _Slot(_Part):
+        Raises:
+            LayoutError: the text is not JSON, or not a ``what``.
+        """
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+            place = ".".join(map(str, problem["loc"])) or "the text"
+            raise LayoutError(f"no {what} that this release reads: {place}: {problem['msg']}") from None
+
+
+class _Slot(JsonPart):
     name: str
     start: int
     stop: int
@@ -232,7 +241,7 @@ class _Slot(_Part):
     ready_index: int | None = Field(default=None, alias="ready")
 
 
-class _Buffer(_Part):
+class _Buffer(JsonPart):
     param_dtype: str
     grad_dtype: str
     group: str
@@ -245,7 +254,7 @@ class _Buffer(_Part):
     buckets: tuple[BucketLayout, ...]
 
 
-class _Layout(_Part):
+class _Layout(JsonPart):
     format: Literal["megabucket-layout"]
     version: Literal[1]
     buffers: tuple[_Buffer, ...]

@@ -17,13 +17,15 @@ import hashlib
 import heapq
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from operator import itemgetter
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
-from megabucket.layout.layout import BucketLayout, BufferLayout, ModelLayout, Span
+from megabucket.layout.layout import BucketLayout, BufferLayout, JsonPart, ModelLayout, Span
 from megabucket.layout.shards import params_inside
 
 _NEWTON_SCHULZ_STEPS: Final = 5
@@ -37,8 +39,8 @@ def newton_schulz_flop(shape: tuple[int, ...]) -> int:
     """Return the floating-point operations of Muon's update of one tensor.
 
     For a matrix of m x n, m <= n, that is k (4 m^2 n + 2 m^3) with k = 5 Newton-Schulz iterations: two products of m x m with
-    m x n or n x m, and one of m x m with m x m (Jordan et al., "Muon", 2024). More dimensions count as a matrix of the first one
-    by the others. A tensor with fewer costs 16 per element, as an elementwise update does.
+    m x n or n x m, and one of m x m with m x m (Jordan et al., "Muon", 2024). More dimensions count as a matrix of the first
+    one by the others. A tensor with fewer costs 16 per element, as an elementwise update does.
 
     >>> newton_schulz_flop((2, 3))
     320
@@ -93,6 +95,18 @@ class OwnerPlan:
         data = {"format": "megabucket-owners", "version": 1, "num_ranks": dict(self.num_ranks), "tensors": tensors}
         return json.dumps(data, sort_keys=True, separators=(",", ":"))
 
+    @staticmethod
+    def from_json(text: str) -> OwnerPlan:
+        """Read the output of ``to_json``.
+
+        This checks structure and types; ``check_owners`` checks that the plan is sound.
+
+        Raises:
+            LayoutError: the text is not JSON, not a plan, or of another version.
+        """
+        read = _Plan.read(text, "plan of owners")
+        return OwnerPlan(read.tensors, read.num_ranks)
+
     def loads(self, group: str) -> list[int]:
         """Return the cost of each rank of a reduction group, by rank."""
         found = [0] * self.num_ranks[group]
@@ -100,6 +114,13 @@ class OwnerPlan:
             if tensor.group == group:
                 found[tensor.owner] += tensor.cost
         return found
+
+
+class _Plan(JsonPart):
+    format: Literal["megabucket-owners"]
+    version: Literal[1]
+    num_ranks: dict[str, int]
+    tensors: tuple[OwnedTensor, ...]
 
 
 def plan_owners(layout: ModelLayout, params: Collection[str], *, cost: UpdateCost = newton_schulz_flop) -> OwnerPlan:
@@ -119,9 +140,37 @@ def plan_owners(layout: ModelLayout, params: Collection[str], *, cost: UpdateCos
         group = buffer.key.group
         if group not in loads:
             num_ranks[group], loads[group] = buffer.num_shards, _Loads(buffer.num_shards)
-        holders = sorted(holders_of(buffer, name), key=lambda holder: (-holder[1].numel, holder[0]))
-        found[name] = OwnedTensor(name, group, loads[group].add(flop, [rank for rank, _ in holders]), flop)
+        found[name] = OwnedTensor(name, group, loads[group].add(flop, _by_share(buffer, name)), flop)
     return OwnerPlan(tuple(found[name] for _, name in places if name in found), num_ranks)
+
+
+def lower_bound(costs: Iterable[int], num_ranks: int) -> int:
+    """Return a cost that the busiest rank has at least, however whole tensors are given to ranks.
+
+    It is the greatest of: the average; the longest; for each k, the k + 1 smallest of the k R + 1 longest, since R ranks
+    cannot have k of them each; and for each m up to 2 R the best that pairs can do with the m longest, or the three smallest
+    of them if a rank has three. ``plan_owners`` is never above 4/3 of it: its proof needs no other facts about the optimum.
+
+    >>> lower_bound([5, 5, 4, 3, 3], 2)  # average 10; of the 5 longest a rank has three, 3 + 3 + 4
+    10
+    """
+    longest = sorted(costs, reverse=True)
+    upto = list(accumulate(longest, initial=0))
+    bounds = [-(-upto[-1] // num_ranks), *longest[:1]]
+    bounds += [upto[k * num_ranks + 1] - upto[k * num_ranks - k] for k in range(1, (len(longest) - 1) // num_ranks + 1)]
+    # Pairs grow with m and the three smallest shrink, so the best m is next to where they cross.
+    counts = range(max(num_ranks + 1, 3), min(len(longest), 2 * num_ranks) + 1)
+    crossing = bisect_left(counts, True, key=lambda m: _in_pairs(longest[:m], num_ranks) >= upto[m] - upto[m - 3])
+    bounds += [
+        min(_in_pairs(longest[:m], num_ranks), upto[m] - upto[m - 3]) for m in counts[max(crossing - 1, 0) : crossing + 1]
+    ]
+    return max(bounds)
+
+
+def _in_pairs(longest: list[int], num_ranks: int) -> int:
+    """Return the least cost of the busiest rank if none has more than two: the longest alone, or with the shortest."""
+    alone = 2 * num_ranks - len(longest)
+    return max(a + b for a, b in zip(longest[alone:num_ranks], reversed(longest[num_ranks:]), strict=True))
 
 
 class _Loads:
@@ -131,7 +180,7 @@ class _Loads:
         self._of = [0] * num_ranks
         self._heap = [(0, rank) for rank in range(num_ranks)]  # entries of ranks that got more since are passed over
 
-    def add(self, cost: int, preferred: Collection[int]) -> int:
+    def add(self, cost: int, preferred: Iterable[int]) -> int:
         """Add to a rank with the least cost so far, to the first of ``preferred`` that is one, and return it."""
         while self._heap[0][0] != self._of[self._heap[0][1]]:
             heapq.heappop(self._heap)
@@ -140,6 +189,18 @@ class _Loads:
         self._of[rank] += cost
         heapq.heappush(self._heap, (self._of[rank], rank))
         return rank
+
+
+def _by_share(buffer: BufferLayout, param: str) -> Iterator[int]:
+    """Yield the ranks whose shards hold a parameter, the one with most elements first, equal ones in rank order."""
+    slot, bucket = buffer.params[param], buffer.buckets[buffer.params[param].bucket]
+    shard_numel = bucket.numel // buffer.num_shards
+    start, stop = slot.start - bucket.start, slot.stop - bucket.start
+    whole = range(-(-start // shard_numel), stop // shard_numel)
+    yield from whole
+    ends = {start // shard_numel, (stop - 1) // shard_numel}.difference(whole)
+    pieces = [(min(stop - rank * shard_numel, shard_numel) - max(start - rank * shard_numel, 0), rank) for rank in ends]
+    yield from (rank for _, rank in sorted(pieces, key=lambda piece: (-piece[0], piece[1])))
 
 
 def holders_of(buffer: BufferLayout, param: str) -> Iterator[tuple[int, Span]]:

@@ -128,7 +128,7 @@ class ChainedOptimizer(SteppingForWrapper):
         """Take the norms, which are the same on all ranks, and update everything or nothing."""
         optimizers = self.optimizers
         for optimizer in optimizers:
-            optimizer.begin_update()
+            optimizer.send_to_owners()
         norms_of = [optimizer.norms_of() for optimizer in optimizers]
         together = [index for index, optimizer in enumerate(optimizers) if not optimizer.clip_grad]
         common = math.nan

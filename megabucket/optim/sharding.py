@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Collection, Container, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -53,11 +53,13 @@ from megabucket.optim.state_dict import (
     unpack,
     unshard,
 )
-from megabucket.optim.twin import check_can_step
 from megabucket.optim.update_kind import UpdateKind, find_update_kind, refuse_coupled
-from megabucket.optim.updates import Update, group_of_params
+from megabucket.optim.updates import GroupMembers, Update, check_can_step, group_of_params
 
 _grad: Final = attrgetter("grad")
+_members: Final = attrgetter("members")
+_given: Final = attrgetter("given")
+_param_groups: Final = attrgetter("param_groups")
 _WITHHELD: Final = frozenset({WithheldGrad})
 
 
@@ -118,9 +120,8 @@ class Sharding:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of all given optimizers; of a single one, its own list."""
-        first, *others = self.updates
-        groups: list[dict[str, Any]] = first.given.param_groups
-        return groups if not others else list(chain(groups, *(update.given.param_groups for update in others)))
+        lists: list[list[dict[str, Any]]] = list(map(_param_groups, map(_given, self.updates)))
+        return lists[0] if len(lists) == 1 else list(chain.from_iterable(lists))
 
     def by_group(self) -> list[list[torch.nn.Parameter]]:
         """Return the parameters by group, of all given optimizers."""
@@ -129,6 +130,10 @@ class Sharding:
     def update_of(self, name: str) -> Update:
         """Return the update of a parameter in the buffers."""
         return self._update_at(self._group_of[name])
+
+    def is_of(self, shard: GradShard, part: int) -> bool:
+        """Return whether a gradient is of the parameters of one given optimizer."""
+        return self._update_at(shard.segment.group) is self.updates[part]
 
     def _update_at(self, group: int) -> Update:
         return next(update for update in reversed(self.updates) if update.first_group <= group)
@@ -298,22 +303,6 @@ class Sharding:
         ]
         self.exchange = OwnerExchange(self._ddp, self.owner_of, self._held, owned) if self.owner_of else None
 
-    def step(self, *, skipped: Container[str]) -> None:
-        """Step the twins on the gradients of the shards, with the hooks of the given optimizers around it.
-
-        Args:
-            skipped: parameters to leave as they are; each has a shard of its own.
-
-        Raises:
-            UpdateFailedError: the code of an optimizer has failed, on a whole parameter.
-        """
-        for update in self.updates:
-            update.step(skipped=skipped, before=self._fold)
-
-    def _fold(self) -> None:
-        if self.state.shown:
-            self.state.fold()
-
     def switch(self, method: str) -> None:
         """Call a method that writes to the parameters on the twins of those optimizers that have it."""
         for update in self.updates:
@@ -430,7 +419,7 @@ class Sharding:
                 )
 
     def _watch_scalers(self) -> None:
-        """Let gradients that a loss scaler meets call the optimizer: withheld ones, and one reduced one of each dtype."""
+        """Let gradients that a loss scaler meets call the optimizer: withheld ones, and of each optimizer one of each dtype."""
         for buffer in self._ddp.param_and_grad_buffers:
             slots = list(buffer.slots.values())
             for slot in slots:
@@ -438,7 +427,8 @@ class Sharding:
                     slot.withheld.unscale = self._unscale
             # Which of the parameters that may be skipped will have a gradient is not known.
             may_skip = any(map(self._may_skip, buffer.slots))  # all or none
-            for slot in () if self._is_sharded else slots if may_skip else slots[:1]:
+            firsts = {self._update_at(self._group_of[slot.name]).first_group: slot for slot in reversed(slots)}
+            for slot in () if self._is_sharded else slots if may_skip else firsts.values():
                 shown = ReducedGrad.over(slot.in_buffer, self._unscale)
                 if slot.param.grad is slot.in_buffer:
                     slot.param.grad = shown
@@ -613,7 +603,7 @@ class Sharding:
                 "whole parameters back: call ddp.rebuild() on every rank, or use the torch optimizer and the module after "
                 "ddp.detach()."
             )
-        if all(update.members.are_as_cut() for update in self.updates):
+        if all(map(GroupMembers.are_as_cut, map(_members, self.updates))):
             return
         if waiting := [param for update in self.updates for param in update.members.waiting()]:
             names = {param: name for name, param in self._ddp.module.named_parameters()}

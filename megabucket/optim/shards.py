@@ -186,6 +186,10 @@ class WholeShard(MainShard):
         self.buffer_grads = grads
         self.grad = self.shaped(grads).to(self.dtype) if grads.numel() else grads
 
+    def load_grad(self) -> torch.Tensor:
+        """Return ``grad`` after loading the reduced gradient of this step, if that lies in the buffer."""
+        return self.grad if self.is_received else super().load_grad()
+
     def pieces_of(self, name: str, flats: Mapping[Any, torch.Tensor]) -> Iterator[StatePiece]:
         """Return the values of the parameter under each key; copies, if an optimizer has chosen another memory order."""
         for key, whole in flats.items():

@@ -29,7 +29,7 @@ from megabucket.comm import AllGather, Broadcast, Communicator, exchange
 from megabucket.errors import CheckpointMismatchError, OptimizerParametersError
 from megabucket.optim.param_state import MAIN_PARAM
 from megabucket.optim.shards import MAIN, MainShard, StatePiece, WholeShard, main_dtype
-from megabucket.optim.twin import shell_of
+from megabucket.optim.updates import shell_of
 
 if TYPE_CHECKING:
     from megabucket.ddp.step import GradSync
@@ -43,6 +43,9 @@ NUMBERS_OF: Final[Mapping[type[torch.optim.Optimizer], frozenset[str]]] = Mappin
     }
 )
 """Keys of the state of torch's own optimizers with one number for a whole parameter, which has no step without them."""
+
+_SENDABLE: Final = frozenset({torch.Tensor, torch.nn.Parameter, int, float, complex, bool, str, bytes, type(None)})
+"""Types in the state of a whole parameter that other ranks can make again."""
 
 KNOWN_NUMBERS: Final = frozenset[str]().union(*NUMBERS_OF.values())
 """All of them. For a scalar parameter the shape of a value does not show whether it is one per element."""
@@ -345,7 +348,7 @@ def unshard(shards: Sequence[MainShard], state: Mapping[torch.Tensor, Mapping[st
 
     Raises:
         OptimizerParametersError: an entry is neither one value per element nor one number, or ranks hold different numbers
-            for pieces of one parameter.
+            for pieces of one parameter; or an entry of a parameter that is updated whole cannot be sent.
         PeerFailedError: another rank has failed.
     """
     values: dict[torch.Tensor, Mapping[str, Any]] = {}
@@ -354,6 +357,7 @@ def unshard(shards: Sequence[MainShard], state: Mapping[torch.Tensor, Mapping[st
     label = f"{holder.label}: descriptions of optimizer state"
     with holder.sync.call(label) as call:
         own = describe_shards(shards, state)
+        _check_can_be_sent(shards, state)
         call.open()
         answers = _of_all_ranks(shards, own, holder, label)
     with holder.sync.call(f"{holder.label}: optimizer state") as call:
@@ -370,6 +374,44 @@ def unshard(shards: Sequence[MainShard], state: Mapping[torch.Tensor, Mapping[st
                 values |= {param: of_param} if of_param else {}
                 main_values |= {} if main is None else {param: main}
     return WholeState(values, main_values, dtypes)
+
+
+def _check_can_be_sent(shards: Iterable[MainShard], state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+    """Refuse state of parameters that are updated whole from which no other rank could make the same.
+
+    Raises:
+        OptimizerParametersError: an entry holds objects that cannot be pickled, or that ``torch.load`` takes for code.
+    """
+    wrong = [
+        f"{shard.name}: {key!r} has a {type(found).__name__} ({str(error).splitlines()[0]})"
+        for shard in shards
+        if isinstance(shard, WholeShard)
+        for key, value in (state.get(shard.main) or {}).items()
+        for found, error in _find_unsendable(value)
+    ]
+    if wrong:
+        raise OptimizerParametersError(
+            problem="state of parameters that are updated whole cannot be sent to other ranks",
+            params=wrong,
+            remedy="Keep tensors, numbers, texts, and lists, tuples or dicts of them in the state; the rest in attributes.",
+        )
+
+
+def _find_unsendable(value: Any) -> Iterator[tuple[Any, Exception]]:
+    """Yield what cannot be sent in an entry, and why. Tensors are not copied."""
+    if type(value) in _SENDABLE:
+        return
+    if type(value) in (dict, list, tuple):
+        for one in chain(value, value.values()) if type(value) is dict else value:
+            yield from _find_unsendable(one)
+        return
+    payload = io.BytesIO()
+    try:
+        torch.save(value, payload)
+        payload.seek(0)
+        torch.load(payload)
+    except Exception as error:  # whatever the class of the object raises
+        yield value, error
 
 
 def _of_owners(
@@ -589,6 +631,41 @@ def pack(optimizers: Sequence[torch.optim.Optimizer], whole: WholeState) -> dict
         _COMPUTED_IN: {index: dtype_name(whole.dtypes.get(param, param.dtype)) for param, index in index_of.items()}
     }
     return packed
+
+
+def part_of(packed: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer], index: int) -> dict[str, Any]:
+    """Return the state dict of one optimizer, from that of several."""
+    first = sum(len(optimizer.param_groups) for optimizer in optimizers[:index])
+    groups = packed["param_groups"][first : first + len(optimizers[index].param_groups)]
+    place = {key: new for new, key in enumerate(chain.from_iterable(group["params"] for group in groups))}
+    computed_in = {place[key]: name for key, name in packed[OWN_KEY][_COMPUTED_IN].items() if key in place}
+    return {
+        "state": {place[key]: of for key, of in packed["state"].items() if key in place},
+        "param_groups": [{**group, "params": [place[key] for key in group["params"]]} for group in groups],
+        OWN_KEY: {_COMPUTED_IN: computed_in},
+    }
+
+
+def with_part(
+    packed: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer], index: int, part: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the state dict of several optimizers with another state of one of them."""
+    own = part_of(packed, optimizers, index)
+    _refuse(_group_problems([group["params"] for group in own["param_groups"]], part))
+    first = sum(len(optimizer.param_groups) for optimizer in optimizers[:index])
+    groups = [*packed["param_groups"]]
+    old = list(chain.from_iterable(group["params"] for group in groups[first : first + len(own["param_groups"])]))
+    new = list(chain.from_iterable(group["params"] for group in part["param_groups"]))
+    place = dict(zip(new, old, strict=True))
+    for offset, group in enumerate(part["param_groups"]):
+        groups[first + offset] = {**group, "params": [place[key] for key in group["params"]]}
+    state = {key: of for key, of in packed["state"].items() if key not in set(old)}
+    state |= {place.get(key, key): of for key, of in part["state"].items()}
+    named = (part.get(OWN_KEY) or {}).get(_COMPUTED_IN, {})
+    computed_in = {**packed[OWN_KEY][_COMPUTED_IN]}
+    for position, key in enumerate(old):
+        computed_in[key] = named.get(position, computed_in[key])
+    return {**packed, "state": state, "param_groups": groups, OWN_KEY: {_COMPUTED_IN: computed_in}}
 
 
 def unpack(

@@ -27,7 +27,7 @@ import torch
 
 from megabucket.errors import ConfigError
 from megabucket.optim.state_dict import AS_PLAIN, is_per_element
-from megabucket.optim.twin import unhooked_step
+from megabucket.optim.updates import unhooked_step
 
 
 class UpdateKind(enum.Enum):

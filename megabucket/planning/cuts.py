@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from megabucket.errors import ConfigError
-from megabucket.layout import ModelLayout, ParamSpec, launch_order
+from megabucket.layout import BufferKey, ModelLayout, ParamSpec, launch_order, plan_owners
+from megabucket.planning.owners import busiest_exchange, exchanged_numel
 from megabucket.planning.workload import Workload, check_workload_matches
 from megabucket.units import dtype_bytes
 
@@ -21,12 +22,17 @@ class BucketPlan:
         grad_bytes: bytes of each bucket's gradients on the wire, padding included; ``None``: what its tensors have.
         param_bytes: bytes of each bucket's parameters on the wire, padding included; ``None``: what its tensors have.
         num_ranks: ranks that reduce each bucket (expert buckets may have fewer); ``None``: those of the simulation.
+        to_owner_bytes: bytes that the rank with most of them over all buckets sends to the owners of each bucket's tensors, or
+            receives as an owner, whichever are more; ``None``: there are no owners.
+        from_owner_bytes: the same of the new values, on the way back.
     """
 
     buckets: tuple[tuple[int, ...], ...]
     grad_bytes: tuple[int, ...] | None = None
     param_bytes: tuple[int, ...] | None = None
     num_ranks: tuple[int, ...] | None = None
+    to_owner_bytes: tuple[int, ...] | None = None
+    from_owner_bytes: tuple[int, ...] | None = None
 
     def cut_names(self, workload: Workload) -> tuple[str, ...]:
         """Return the names of the tensors that close the buckets, in launch order."""
@@ -92,8 +98,11 @@ def cuts_by_buffer(plan: BucketPlan, specs: Sequence[ParamSpec]) -> tuple[str, .
     return tuple(cuts)
 
 
-def plan_of_layout(workload: Workload, layout: ModelLayout) -> BucketPlan:
+def plan_of_layout(workload: Workload, layout: ModelLayout, whole_params: Collection[str] = ()) -> BucketPlan:
     """Return the buckets of a layout in launch order, with the bytes they send, padding included.
+
+    Args:
+        whole_params: those that are updated whole, each at its owner.
 
     Raises:
         ConfigError: the workload is of another model: names, order or sizes differ.
@@ -104,10 +113,19 @@ def plan_of_layout(workload: Workload, layout: ModelLayout) -> BucketPlan:
         check_workload_matches(workload, [ParamSpec(name, (numel,)) for name, numel in found])
     index_of = {tensor.name: index for index, tensor in enumerate(workload.tensors)}
     chosen = [(layout.buffers[id_.buffer], layout.buffers[id_.buffer].buckets[id_.bucket]) for id_ in launch_order(layout)]
+    exchanges: list[tuple[BufferKey, int]] = []
+    if whole_params:
+        owners = plan_owners(layout, whole_params)
+        rank = busiest_exchange(layout, owners)
+        for buffer, bucket in chosen:
+            position = rank % buffer.num_shards
+            exchanges.append((buffer.key, exchanged_numel(buffer, bucket, owners.owner_of, rank=position)))
     is_sharded = any(buffer.num_shards > 1 for buffer in layout.buffers)
     return BucketPlan(
         buckets=tuple(tuple(index_of[name] for name in bucket.params) for _, bucket in chosen),
         grad_bytes=tuple(bucket.numel * dtype_bytes(buffer.key.grad_dtype) for buffer, bucket in chosen),
         param_bytes=tuple(bucket.numel * dtype_bytes(buffer.key.param_dtype) for buffer, bucket in chosen),
         num_ranks=tuple(buffer.num_shards for buffer, _ in chosen) if is_sharded else None,
+        to_owner_bytes=tuple(numel * dtype_bytes(key.grad_dtype) for key, numel in exchanges) or None,
+        from_owner_bytes=tuple(numel * dtype_bytes(key.param_dtype) for key, numel in exchanges) or None,
     )

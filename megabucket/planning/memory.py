@@ -7,13 +7,14 @@ allocator are not in it, nor are frozen parameters and module buffers, which sta
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Final
 
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.config.resolve import fp32_local_params
-from megabucket.layout import BufferLayout, ModelLayout, ParamSpec, build_layout
+from megabucket.layout import BufferLayout, ModelLayout, OwnerPlan, ParamSpec, build_layout, plan_owners
 from megabucket.layout.segments import Segment, plan_segments
 from megabucket.planning.run_config import shard_counts
 from megabucket.units import FENCE_BYTES, dtype_bytes
@@ -71,6 +72,7 @@ def rank_memory(  # noqa: PLR0913 - one argument per choice, most of them rarely
     group_of: Mapping[str, int] | None = None,
     fp32_local: Collection[str] = (),
     skips_unused: bool = False,
+    owners: OwnerPlan | None = None,
 ) -> RankMemory:
     """Return the bytes one rank holds for the model of ``layout``.
 
@@ -93,6 +95,7 @@ def rank_memory(  # noqa: PLR0913 - one argument per choice, most of them rarely
         fp32_local: parameters whose gradients of 16 bits are added up in float32 on each rank, as
             ``config.resolve.fp32_local_params`` returns them.
         skips_unused: whether ``unused_parameters="skip"``, with a flat tensor for each parameter. All of them have been used.
+        owners: of parameters that are updated whole, with one tensor of state each: see ``planning.owners``.
 
     Raises:
         LayoutError: a buffer's dtype is unknown, or ``rank`` is out of range.
@@ -107,10 +110,11 @@ def rank_memory(  # noqa: PLR0913 - one argument per choice, most of them rarely
     """
     norm_bytes = _NORM_BYTES if has_main_params else 0
     total = RankMemory(scratch_bytes=norm_bytes + (FENCE_BYTES if has_fence else 0))
+    total += _whole_memory_of_rank(layout, owners, rank=rank, is_sharded=is_sharded)
     for buffer in layout.buffers:
         total += _buffers_memory(buffer, fp32_local) + RankMemory(scratch_bytes=len(buffer.params) * skips_unused)
         if has_main_params:
-            groups = group_of if group_of is not None else dict.fromkeys(buffer.params, 0)
+            groups = _groups_in_shards(group_of if group_of is not None else dict.fromkeys(buffer.params, 0), owners)
             alone = {name: name for name in buffer.params} if skips_unused else None
             segments = plan_segments(buffer, groups, rank=rank % buffer.num_shards, is_sharded=is_sharded, signature_of=alone)
             total += _flat_optimizer_memory(buffer, segments, moments_per_element)
@@ -150,12 +154,15 @@ def memory_by_mode(
     num_instances: int = 1,
     moments_per_element: int = 2,
     activation_bytes: int = 0,
+    whole_params: Collection[str] = (),
 ) -> dict[str, RankMemory]:
     """Return the memory of the first rank with ``DistributedOptimizer``, by mode: ``all_reduce`` and ``reduce_scatter``.
 
-    No rank holds more than the first one but for gaps: padding lies at the end of buckets, so the last ranks own less.
+    No rank holds more than the first one but for gaps: padding lies at the end of buckets, so the last ranks own less. With
+    ``whole_params`` it is the rank that owns most elements.
 
     Args:
+        whole_params: those that are updated whole, in reduce-scatter mode each at its owner.
         num_instances: replicas among the ranks of each group, each of which holds all shards.
         activation_bytes: added as they are.
 
@@ -169,9 +176,11 @@ def memory_by_mode(
             fields = {"use_distributed_optimizer": bool(is_sharded)} if config.layout == "megatron" else {}
             shards = shard_counts(dp_size, group_sizes or {}, num_instances if is_sharded else 1)
             layout = build_layout(specs, config.model_copy(update=fields), dp_size=shards["dense"], group_sizes=shards)
+        owners = plan_owners(layout, whole_params) if whole_params else None
         found[mode] = rank_memory(
             layout,
-            rank=0,
+            rank=0 if owners is None else _busiest_rank(layout, owners),
+            owners=owners,
             is_sharded=bool(is_sharded),
             moments_per_element=moments_per_element,
             has_fence=dp_size > 1,
@@ -211,6 +220,43 @@ def _flat_optimizer_memory(buffer: BufferLayout, segments: Sequence[Segment], mo
         moment_bytes=owned_numel * moment_bytes,
         scratch_bytes=len(segments) * _STEP_COUNT_BYTES * (moments_per_element >= 2),
     )
+
+
+def _groups_in_shards(group_of: Mapping[str, int], owners: OwnerPlan | None) -> Mapping[str, int]:
+    """Return the groups of the parameters that have no owner."""
+    return group_of if owners is None else {name: index for name, index in group_of.items() if name not in owners.owner_of}
+
+
+def _whole_memory_of_rank(layout: ModelLayout, owners: OwnerPlan | None, *, rank: int, is_sharded: bool) -> RankMemory:
+    """Count the tensors that a rank updates whole: its own, or all of them if not sharded."""
+    total, owner_of = RankMemory(), owners.owner_of if owners is not None else {}
+    for buffer in layout.buffers:
+        owned = [name for name in buffer.params if name in owner_of]
+        here = [name for name in owned if not is_sharded or owner_of[name] == rank % buffer.num_shards]
+        total += _whole_optimizer_memory(buffer, here, is_sharded=is_sharded)
+    return total
+
+
+def _whole_optimizer_memory(buffer: BufferLayout, names: Sequence[str], *, is_sharded: bool) -> RankMemory:
+    """Count what a rank holds for tensors that it updates whole; an owner has their gradients inside a step only."""
+    param_bytes, grad_bytes = dtype_bytes(buffer.key.param_dtype), dtype_bytes(buffer.key.grad_dtype)
+    numel, is_narrow = sum(buffer.params[name].numel for name in names), param_bytes < _MAIN_BYTES
+    return RankMemory(
+        main_parameter_bytes=numel * _MAIN_BYTES * is_narrow,
+        main_gradient_bytes=numel * _MAIN_BYTES * (is_narrow and grad_bytes < _MAIN_BYTES and not is_sharded),
+        moment_bytes=numel * max(param_bytes, _MAIN_BYTES),
+    )
+
+
+def _busiest_rank(layout: ModelLayout, owners: OwnerPlan) -> int:
+    """Return the rank whose own tensors have most bytes; the first of several."""
+    owned_bytes = [Counter[int]() for _ in layout.buffers]
+    for buffer, owned in zip(layout.buffers, owned_bytes, strict=True):
+        for name in owners.owner_of.keys() & buffer.params.keys():
+            owned[owners.owner_of[name]] += _whole_optimizer_memory(buffer, [name], is_sharded=True).total_bytes
+    places = list(zip(layout.buffers, owned_bytes, strict=True))
+    ranks = range(max(buffer.num_shards for buffer in layout.buffers))
+    return max(ranks, key=lambda rank: sum(owned[rank % buffer.num_shards] for buffer, owned in places))
 
 
 def _plain_optimizer_memory(buffer: BufferLayout, moments_per_element: int) -> RankMemory:

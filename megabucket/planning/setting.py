@@ -17,10 +17,11 @@ from typing import Any, Final
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.config.resolve import DEFAULT_BUCKET_NUMEL, DEFAULT_BUCKET_NUMEL_PER_RANK
 from megabucket.errors import ConfigError
-from megabucket.layout import ModelLayout, ParamSpec, build_layout
+from megabucket.layout import ModelLayout, ParamSpec, build_layout, newton_schulz_flop, plan_owners
 from megabucket.planning.architecture import param_specs
 from megabucket.planning.cuts import BucketPlan, cuts_by_buffer, per_tensor_plan, plan_of_layout, uniform_plan
 from megabucket.planning.links import FileLink, FlatLink, Link, MeasuredLink, ReplicatedLink, read_link
+from megabucket.planning.owners import busiest_exchange, owned_flop
 from megabucket.planning.partition import lower_bound_s, optimal_plan
 from megabucket.planning.run_config import RunConfig, group_sizes_of, shard_counts
 from megabucket.planning.simulate import (
@@ -61,6 +62,8 @@ class Setting:
         num_instances: replicas among the ranks of each group; gradients are reduced inside them, then over them.
         has_grad_norm: whether a distributed optimizer computes the gradient norm, as it does by default.
         host: the costs of the host in a step; nothing when not given.
+        whole_params: parameters that are updated whole; with shards each at an owner.
+        owner_flops_per_s: operations per second in such an update.
     """
 
     workload: Workload
@@ -72,6 +75,8 @@ class Setting:
     num_instances: int = 1
     has_grad_norm: bool = True
     host: HostCosts | None = None
+    whole_params: frozenset[str] = frozenset()
+    owner_flops_per_s: float = 4e14
 
     @property
     def mode(self) -> Mode:
@@ -136,7 +141,7 @@ class Setting:
         """The plan of the config's own ``ddp`` section, or ``None`` when that says nothing about sizes or there is no model."""
         if self.specs is None or all(getattr(self.ddp, name) is None for name in SIZE_FIELDS):
             return None
-        return plan_of_layout(self.workload, self.layout)
+        return self._plan_of(self.layout)
 
     @property
     def default_numel(self) -> int:
@@ -172,7 +177,10 @@ class Setting:
 
     def _plan_of_layout(self, **sizes: object) -> BucketPlan:
         ddp = self.ddp.model_copy(update={**dict.fromkeys(SIZE_FIELDS), **sizes})
-        return plan_of_layout(self.workload, replace(self, ddp=ddp).layout)
+        return self._plan_of(replace(self, ddp=ddp).layout)
+
+    def _plan_of(self, layout: ModelLayout) -> BucketPlan:
+        return plan_of_layout(self.workload, layout, self.whole_params if self.mode is Mode.REDUCE_SCATTER else ())
 
     @property
     def layout(self) -> ModelLayout:
@@ -181,14 +189,36 @@ class Setting:
 
     # Times #
 
+    @cached_property
+    def owner_update_s(self) -> float:
+        """Seconds in which the busiest owner updates its whole tensors; without shards a rank updates all of them."""
+        if not self.whole_params:
+            return 0.0
+        if self.mode is Mode.ALL_REDUCE:
+            shapes = [spec.shape for spec in self.specs or () if spec.name in self.whole_params]
+            return sum(map(newton_schulz_flop, shapes)) / self.owner_flops_per_s
+        return owned_flop(plan_owners(self.layout, self.whole_params)) / self.owner_flops_per_s
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of a step that sends nothing."""
+        return self.workload.compute_s + self.owner_update_s
+
     def step_s(self, plan: BucketPlan) -> float:
         """Return the simulated seconds of a step.
 
         Raises:
             ConfigError: the link does not know the cost of a collective.
         """
-        more = self.step_collectives
-        return simulate_step_s(self.workload, plan, self._grid, **self._sync, step_collectives=more, host=self.host)
+        return simulate_step_s(
+            self.workload,
+            plan,
+            self._grid,
+            **self._sync,
+            step_collectives=self.step_collectives,
+            owner_update_s=self.owner_update_s,
+            host=self.host,
+        )
 
     @property
     def no_overlap_s(self) -> float:
@@ -196,14 +226,35 @@ class Setting:
         ddp = self.ddp.model_copy(update={"overlap_grad_reduce": False, "overlap_param_gather": False})
         plan, ranks = per_tensor_plan(self.workload), self._ranks_of
         num_ranks = None if ranks is None else tuple(ranks[index] for (index,) in plan.buckets)
+        if self.mode is Mode.REDUCE_SCATTER and self.whole_params:
+            plan = self._with_exchanges(plan)
         return replace(self, ddp=ddp).step_s(replace(plan, num_ranks=num_ranks))
+
+    def _with_exchanges(self, plan: BucketPlan) -> BucketPlan:
+        """Add the exchange of each tensor, in equal shards, as the rank with most bytes sees it."""
+        layout = self.layout
+        owners = plan_owners(layout, self.whole_params)
+        rank, owner_of = busiest_exchange(layout, owners), {tensor.param: tensor for tensor in owners.tensors}
+        numels = []
+        for (index,) in plan.buckets:
+            tensor, owned = self.workload.tensors[index], owner_of.get(self.workload.tensors[index].name)
+            num_ranks = 1 if owned is None else owners.num_ranks[owned.group]
+            held_numel = tensor.numel // num_ranks
+            is_owner = owned is not None and rank % num_ranks == owned.owner
+            numels.append(tensor.numel - held_numel if is_owner or num_ranks == 1 else held_numel)
+        return replace(
+            plan,
+            to_owner_bytes=tuple(numel * self.workload.bytes_per_element for numel in numels),
+            from_owner_bytes=tuple(numel * self.workload.param_bytes_per_element for numel in numels),
+        )
 
     @property
     def lower_bound_s(self) -> float:
         """Seconds that no plan with buckets in ready order can beat; small collectives and padding are not in it."""
         is_one_buffer = len({(spec.dtype, spec.group) for spec in self.specs or ()}) <= 1
         workload = self.as_launched if is_one_buffer else self.workload
-        return lower_bound_s(workload, self._grid, ranks_of=self._ranks_of, is_one_buffer=is_one_buffer, **self._sync)
+        of_rest_s = lower_bound_s(workload, self._grid, ranks_of=self._ranks_of, is_one_buffer=is_one_buffer, **self._sync)
+        return of_rest_s + self.owner_update_s
 
     def traces(self, plan: BucketPlan, *, num_steps: int = 2) -> tuple[StepTrace, ...]:
         """Return simulated steps; all but the first are alike.
@@ -211,8 +262,15 @@ class Setting:
         Raises:
             ConfigError: the link does not know the cost of a collective.
         """
-        more = self.step_collectives
-        return simulate_steps(self.workload, plan, self._grid, **self._sync, step_collectives=more, num_steps=num_steps)
+        return simulate_steps(
+            self.workload,
+            plan,
+            self._grid,
+            **self._sync,
+            step_collectives=self.step_collectives,
+            owner_update_s=self.owner_update_s,
+            num_steps=num_steps,
+        )
 
     @property
     def _ranks_of(self) -> tuple[int, ...] | None:
@@ -259,8 +317,19 @@ def setting_of(run: RunConfig, *, dp_size: int | None = None, expert_dp_size: in
         if not isinstance(link, MeasuredLink | FlatLink):
             raise ConfigError("the cost of a collective on this link depends on the number of ranks; give --dp-size")
         dp_size = link.num_ranks if isinstance(link, MeasuredLink) else 1
-    num_instances = run.num_distributed_optimizer_instances
-    return Setting(workload_of(run, specs), link, run.ddp, dp_size, specs, group_sizes, num_instances)
+    if specs is None and run.optimizer.name == "muon":
+        raise ConfigError("optimizer.name=muon needs a model section: what an update of a matrix takes depends on its shape")
+    return Setting(
+        workload_of(run, specs),
+        link,
+        run.ddp,
+        dp_size,
+        specs,
+        group_sizes,
+        run.num_distributed_optimizer_instances,
+        whole_params=run.optimizer.whole_params(specs or ()),
+        owner_flops_per_s=run.optimizer.flops_per_s,
+    )
 
 
 def workload_of(run: RunConfig, specs: Sequence[ParamSpec] | None = None) -> Workload:
@@ -357,12 +426,14 @@ class Outlook:
         setting, workload = self.setting, self.setting.workload
         of_setting = ("dp_size", "expert_dp_size", "group_sizes", "num_instances", "mode")
         overlaps = ("overlap_grad_reduce", "overlap_param_gather")
-        of_workload = ("numel", "num_microbatches", "forward_s", "backward_s", "optimizer_s", "compute_s")
+        of_workload = ("numel", "num_microbatches", "forward_s", "backward_s", "optimizer_s")
         optimal = {name: value for name, value in self.optimal.to_dict().items() if name != "bucket_numel"}
         return {
             **{name: getattr(setting, name) for name in (*of_setting, *overlaps)},
             "num_tensors": len(workload.tensors),
             **{name: getattr(workload, name) for name in of_workload},
+            "compute_s": setting.compute_s,
+            "owner_update_s": setting.owner_update_s,
             "no_overlap_s": self.no_overlap_s,
             "lower_bound_s": self.lower_bound_s,
             "rows": [row.to_dict() for row in self.rows],
@@ -423,15 +494,16 @@ def sweep_row(setting: Setting, plan: BucketPlan, bucket_numel: int | None = Non
     """
     step_s = setting.step_s(plan)
     # Sums in another order may miss zero by a rounding error.
-    exposed_s = max(step_s - setting.workload.compute_s, 0.0)
+    exposed_s = max(step_s - setting.compute_s, 0.0)
     return SweepRow(plan, bucket_numel, plan.num_collectives(setting.workload), step_s, exposed_s)
 
 
 def scaling(setting: Setting, ranks: Iterable[int] = RANKS) -> tuple[ScalingRow, ...]:
     """Return the efficiency of the optimal cuts over numbers of ranks, each rank keeping its own batch (weak scaling).
 
-    ``efficiency = throughput(n) / (n * throughput(1)) = step(1) / step(n)``: a rank alone sends nothing. Numbers of ranks that
-    the link knows nothing about (parts of nodes) are left out; a table knows one number only.
+    ``efficiency = throughput(n) / (n * throughput(1)) = step(1) / step(n)``: a rank alone sends nothing. It is taken to update
+    as many whole tensors as the busiest of the owners, which share them. Numbers of ranks that the link knows nothing about
+    (parts of nodes) are left out; a table knows one number only.
     """
     rows = []
     for count in ranks:
@@ -449,6 +521,6 @@ def scaling_row(setting: Setting, plan_of: Callable[[Setting], BucketPlan]) -> S
     Raises:
         ConfigError: the link does not know the cost of a collective on so many ranks.
     """
-    alone_s = setting.workload.compute_s
+    alone_s = setting.compute_s
     step_s = alone_s if setting.dp_size == 1 else setting.step_s(plan_of(setting))
     return ScalingRow(setting.dp_size, step_s, alone_s / step_s if step_s > 0 else 1.0)

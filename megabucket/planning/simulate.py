@@ -80,6 +80,8 @@ class StepOptions(SyncOptions, total=False):
 
     step_collectives: Sequence[StepCollective]
     """What follows the buckets in every step (default: nothing), for example ``FENCE``; each waits for the one before it."""
+    owner_update_s: float
+    """Seconds of the busiest owner's update of whole tensors (default: none), after the rest of the optimizer."""
     host: HostCosts | None
     """The costs of the host; nothing when not given."""
 
@@ -168,6 +170,7 @@ class _Walk:
         overlap_grad_reduce: bool = True,
         overlap_param_gather: bool = False,
         step_collectives: Sequence[StepCollective] = (),
+        owner_update_s: float = 0.0,
         host: HostCosts | None = None,
     ) -> None:
         _check_plan(workload, plan)
@@ -193,6 +196,11 @@ class _Walk:
             places = zip(self._grad_bytes, self._group_sizes, strict=True)
             self._over_replicas_s = [link.over_replicas_s(size / ranks, ranks, workload.grad_dtype) for size, ranks in places]
         self.gather_s = self._costs(link, CollectiveKind.ALL_GATHER, self._param_bytes, workload.param_dtype)
+        self._owner_update_s = owner_update_s
+        self._to_owner_bytes, self._from_owner_bytes = plan.to_owner_bytes or (), plan.from_owner_bytes or ()
+        to_all = CollectiveKind.ALL_TO_ALL
+        self._to_owner_s = self._costs(link, to_all, self._to_owner_bytes, workload.grad_dtype)
+        self._from_owner_s = self._costs(link, to_all, self._from_owner_bytes, workload.param_dtype)
         self._step_collectives = [(*each, link.collective_s(*each, num_ranks)) for each in step_collectives]
         # A bucket goes out after those before it, also empty ones.
         ready = (max([workload.ready_s[index] for index in bucket]) for bucket in plan.buckets)
@@ -201,7 +209,7 @@ class _Walk:
     def _costs(self, link: Link, kind: CollectiveKind, sizes: Sequence[int], dtype: str) -> list[float | None]:
         """Return the seconds of each bucket's collective; ``None`` where it sends nothing. Many tensors are equally large."""
         cost = functools.cache(lambda size, ranks: link.collective_s(kind, size, ranks, dtype))
-        return [cost(size, ranks) if size else None for size, ranks in zip(sizes, self._group_sizes, strict=True)]
+        return [cost(size, ranks) if size else None for size, ranks in zip(sizes, self._group_sizes[: len(sizes)], strict=True)]
 
     @functools.cached_property
     def first_needs(self) -> list[int]:
@@ -220,6 +228,11 @@ class _Walk:
                 records.append(CollectiveRecord(CollectiveKind.ALL_REDUCE, label, 1, size // ranks, num_instances))
         for index, (kind, size, _) in enumerate(self._step_collectives):
             records.append(CollectiveRecord(kind, f"step collective {index}", 1, size, self._num_ranks * num_instances))
+        for label, sizes in (("owner exchange", self._to_owner_bytes), ("owner return", self._from_owner_bytes)):
+            for index, size in enumerate(sizes):
+                if size:
+                    ranks = self._group_sizes[index]
+                    records.append(CollectiveRecord(CollectiveKind.ALL_TO_ALL, f"{label} {index}", 1, size, ranks))
         for index in reversed(range(len(self._param_bytes))):
             size, ranks = self._param_bytes[index], self._group_sizes[index]
             if size:
@@ -241,6 +254,8 @@ class _Walk:
             self._compute("forward", workload.forward_s)
         self._last_backward()
         self._compute("optimizer", workload.optimizer_s)
+        self._compute("owner update", self._owner_update_s)
+        self._wait_for_all("owner return", self._exchange("owner return", self._from_owner_s, self.now_s))
         ends_s = {} if self._overlaps_gathers else self._gather_ends_s(self.now_s)
         self.now_s += update_s
         for bucket, end_s in ends_s.items():
@@ -291,12 +306,36 @@ class _Walk:
         for bucket, end_s in enumerate(ends_s):
             self._wait("bucket", bucket, end_s, host.wake_s)
             self.now_s += host.finish_s
-        for index, (_, _, cost_s) in enumerate(self._step_collectives):
-            begun_s = max(free_s, self.now_s if index else launched_s)  # the first follows the buckets at once
-            free_s = begun_s + cost_s
-            self._note(Lane.COMM, "step collective", index, begun_s, free_s)
-            self._wait("step collective", index, free_s, 0.0)
-            self.now_s += host.step_collective_s
+        # Gradients travel to their owners once the ranks agree on the step. The norm is summed meanwhile, and follows them.
+        if self._step_collectives:
+            free_s = self._step_collective(0, max(free_s, launched_s))  # follows the buckets at once
+        exchanged = self._exchange("owner exchange", self._to_owner_s, max(free_s, self.now_s))
+        free_s = max([free_s, *exchanged.values()])
+        for index in range(1, len(self._step_collectives)):
+            free_s = self._step_collective(index, max(free_s, self.now_s))
+        self._wait_for_all("owner exchange", exchanged)
+
+    def _step_collective(self, index: int, begun_s: float) -> float:
+        """Run a small collective to its end, and return when that was."""
+        end_s = begun_s + self._step_collectives[index][2]
+        self._note(Lane.COMM, "step collective", index, begun_s, end_s)
+        self._wait("step collective", index, end_s, 0.0)
+        self.now_s += self._host.step_collective_s
+        return end_s
+
+    def _exchange(self, label: str, costs_s: Sequence[float | None], free_s: float) -> dict[int, float]:
+        """Return when each bucket's exchange ends, by index, when all are launched at ``free_s``."""
+        ends_s = {}
+        for bucket, cost_s in enumerate(costs_s):
+            if cost_s is not None:
+                begun_s, free_s = free_s, free_s + cost_s
+                ends_s[bucket] = free_s
+                self._note(Lane.COMM, label, bucket, begun_s, free_s)
+        return ends_s
+
+    def _wait_for_all(self, label: str, ends_s: Mapping[int, float]) -> None:
+        for bucket, end_s in ends_s.items():
+            self._wait(label, bucket, end_s, self._host.wake_s)
 
     def _compute(self, label: str, seconds: float) -> None:
         self._note(Lane.COMPUTE, label, None, self.now_s, self.now_s + seconds)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate, zip_longest
@@ -46,6 +46,7 @@ FORWARD_FLOPS: Final = 2
 BACKWARD_FLOPS: Final = 4
 """Operations per parameter and token in backward: the same for the input's gradient and for the weight's."""
 
+_OUTPUT_NAMES: Final = {"lm_head", "head", "unembed", "embed_out"}
 _DTYPE_OF_BYTES: Final = {8: "float64", 4: "float32", 2: "bfloat16"}
 _FIELDS: Final = ("bytes_per_element", "param_bytes_per_element", "optimizer_s", "num_microbatches", "ready_order")
 
@@ -314,6 +315,22 @@ def is_lookup(name: str) -> bool:
     return any(
         part in {"wte", "wpe"} or ("embed" in part and "unembed" not in part and "out" not in part.split("_")) for part in parts
     )
+
+
+def hidden_matrices(specs: Iterable[ParamSpec]) -> frozenset[str]:
+    """Return the names of the matrices between embedding and output projection, which Muon is for.
+
+    A matrix has two dimensions. The output projection is known by its name, or by the shape of the largest embedding.
+
+    >>> shapes = {"wte.weight": (9, 4), "h.0.mlp.weight": (8, 4), "h.0.norm.weight": (4,), "score.weight": (9, 4)}
+    >>> hidden_matrices(ParamSpec(name, shape) for name, shape in shapes.items())
+    frozenset({'h.0.mlp.weight'})
+    """
+    matrices = [spec for spec in specs if len(spec.shape) == 2]
+    tables = [spec for spec in matrices if is_lookup(spec.name)]
+    vocabulary = max(tables, key=lambda spec: spec.numel).shape if tables else None
+    hidden = (spec.name for spec in matrices if not is_lookup(spec.name) and spec.shape != vocabulary)
+    return frozenset(name for name in hidden if _OUTPUT_NAMES.isdisjoint(name.lower().split(".")))
 
 
 def workload_of_specs(

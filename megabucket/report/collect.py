@@ -88,7 +88,7 @@ class Report:
     @property
     def summary(self) -> tuple[str, ...]:
         """Sentences about the figures; the first one is about the difference that another plan makes."""
-        step_s, compute_s = self.configured.step_s, self.setting.workload.compute_s
+        step_s, compute_s = self.configured.step_s, self.setting.compute_s
         mine = f"{format_seconds(step_s)} with {'this config' if self.configured.key == 'config' else 'the default buckets'}"
         saved = {plan.key: 1 - plan.step_s / step_s if step_s > 0 else 0.0 for plan in self.plans}
         sentences = [f"No cuts save more than {_LEAST_SAVING:.2%} of a step, which takes {mine}."]
@@ -189,6 +189,7 @@ def collect(
             group_sizes=there.group_sizes,
             num_instances=there.num_instances,
             moments_per_element=run.optimizer.moments_per_element,
+            whole_params=there.whole_params,
         )
         memory.append({"dp_size": num_ranks, **{mode: asdict(each) for mode, each in modes.items()}})
         try:

@@ -10,10 +10,19 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Final, NoReturn
 
 from megabucket.errors import printable
-from megabucket.layout import ModelLayout, ParamSpec
-from megabucket.layout.invariants import BUFFER_INVARIANTS, check_layout
+from megabucket.layout import ModelLayout, OwnerPlan, ParamSpec
+from megabucket.layout.invariants import BUFFER_INVARIANTS, check_layout, check_owners
 
-__all__ = ["BUFFER_INVARIANTS", "assert_layouts_equal", "assert_places", "assert_sound", "check_layout", "layout_diff"]
+__all__ = [
+    "BUFFER_INVARIANTS",
+    "assert_layouts_equal",
+    "assert_owners_sound",
+    "assert_places",
+    "assert_sound",
+    "check_layout",
+    "check_owners",
+    "layout_diff",
+]
 
 _MAX_LINES: Final = 10
 _MAX_DIFFERENCES: Final = 20
@@ -36,6 +45,19 @@ def assert_sound(layout: ModelLayout, *, ignoring: Collection[str] = ()) -> None
     violations = [text for text in check_layout(layout) if text.split(":", 1)[0] not in ignoring]
     if violations:
         _fail(f"the layout violates {len(violations)} invariant(s)", violations)
+
+
+def assert_owners_sound(layout: ModelLayout, plan: OwnerPlan, params: Collection[str] | None = None) -> None:
+    """Every named invariant of ``check_owners`` holds.
+
+    Args:
+        params: those that need an owner unless they are empty. ``None``: those that the plan names.
+
+    Raises:
+        AssertionError: an invariant is violated; the text lists the violations.
+    """
+    if violations := check_owners(layout, plan, params):
+        _fail(f"the plan of owners violates {len(violations)} invariant(s)", violations)
 
 
 def assert_places(layout: ModelLayout, specs: Sequence[ParamSpec]) -> None:

@@ -18,7 +18,7 @@ from hypothesis.errors import InvalidArgument
 from hypothesis.strategies import SearchStrategy
 
 from megabucket.config import DistributedDataParallelConfig
-from megabucket.layout import ModelLayout, ParamSpec, build_layout
+from megabucket.layout import ModelLayout, OwnerPlan, ParamSpec, build_layout, plan_owners
 from megabucket.units import MIB
 
 DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
@@ -52,6 +52,18 @@ class LayoutInput(NamedTuple):
     def build(self) -> ModelLayout:
         """Return this library's layout for it."""
         return build_layout(self.specs, self.config, dp_size=self.dp_size, group_sizes=self.group_sizes)
+
+
+class OwnerInput(NamedTuple):
+    """A model, and which of its parameters are updated whole."""
+
+    case: LayoutInput
+    params: frozenset[str]
+
+    def build(self) -> tuple[ModelLayout, OwnerPlan]:
+        """Return this library's layout and its plan of owners."""
+        layout = self.case.build()
+        return layout, plan_owners(layout, self.params)
 
 
 def param_shapes(*, max_numel: int = 5_000, max_dims: int = 4, allow_empty: bool = True) -> SearchStrategy[tuple[int, ...]]:
@@ -171,6 +183,23 @@ def layout_inputs(
 def model_layouts(**arguments: Any) -> SearchStrategy[ModelLayout]:
     """Layouts as this library builds them; the arguments and the shrinking are those of ``layout_inputs``."""
     return layout_inputs(**arguments).map(LayoutInput.build)
+
+
+def owner_inputs(*, inputs: SearchStrategy[LayoutInput] | None = None) -> SearchStrategy[OwnerInput]:
+    """Models with any set of parameters that need an owner, empty ones and vectors among them.
+
+    Shrinks towards the models of ``inputs`` without such a parameter.
+
+    Args:
+        inputs: the models; ``None``: ``layout_inputs()``.
+    """
+    return (layout_inputs() if inputs is None else inputs).flatmap(_with_owners)
+
+
+def _with_owners(case: LayoutInput) -> SearchStrategy[OwnerInput]:
+    names = [spec.name for spec in case.specs]
+    chosen = st.frozensets(st.sampled_from(names)) if names else st.just(frozenset())
+    return st.builds(OwnerInput, st.just(case), chosen)
 
 
 _BOTH: Final = (False, True)

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from .cells import Cell
 from .checkpoints.campaigns import app as checkpoints
-from .interrupts import CALLS, COMBOS, FORM_COMBOS, Call, interrupt_at_lines
+from .interrupts import CALLS, COMBOS, FORM_COMBOS, OWNER_COMBOS, Call, interrupt_at_lines
 from .judge import Name, Run, Verdict, judge
 from .kinds import KINDS, fault_of, select
 from .loopback import run_in_threads
@@ -84,7 +84,7 @@ def interrupts(
 ) -> None:
     """Interrupt one step at its lines, in each mode and form, and each collective call, over the loopback world."""
     has_failed = False
-    runs = {str(combo): Call(combo=combo) for combo in (*COMBOS, *FORM_COMBOS)} | CALLS
+    runs = {str(combo): Call(combo=combo) for combo in (*COMBOS, *FORM_COMBOS, *OWNER_COMBOS)} | CALLS
     for name, call in {name: call for name, call in runs.items() if fnmatchcase(name, only)}.items():
         result = interrupt_at_lines(call.combo, every=every, first=first, call=call)
         has_failed |= bool(result.failures)

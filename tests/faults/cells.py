@@ -57,6 +57,8 @@ class Combo:
     is_explicit: bool = False
     """Whether the loop calls ``finish_grad_sync()`` itself (``finish="explicit"``)."""
     form: Form = Form.PLAIN
+    has_owners: bool = False
+    """Whether weights are updated whole by Muon, each by its owner, and AdamW steps on the rest."""
 
     @property
     def updates_jointly(self) -> bool:
@@ -71,7 +73,7 @@ class Combo:
     @property
     def has_own_optimizer(self) -> bool:
         """Whether the loop steps a ``DistributedOptimizer``."""
-        return self.is_sharded or self.form is not Form.PLAIN
+        return self.is_sharded or self.form is not Form.PLAIN or self.has_owners
 
     def data_rank(self, rank: int) -> int:
         """Return whose batches a rank reads: tensor-parallel ranks read the same ones."""
@@ -89,7 +91,7 @@ class Combo:
     def __str__(self) -> str:
         overlap = "overlap" if self.overlaps else "no-overlap"
         form = f"/{self.form.value}" if self.form.value else ""
-        return f"{self.mode.value}/{overlap}/{self.num_ranks}{form}" + "/explicit" * self.is_explicit
+        return f"{self.mode.value}/{overlap}/{self.num_ranks}{form}" + "/explicit" * self.is_explicit + "/owners" * self.has_owners
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,6 +362,17 @@ FORMS = in_forms()
 GRIDS = in_forms(Form.GROUPS, Form.REPLICAS, Form.COPIES)
 SCALED = in_forms(Form.SCALER, Form.AMP)
 OURS_SHARDED = tuple(combo for combo in FORMS if combo.is_sharded)
+OWNERS = (
+    Combo(Mode.REDUCE_SCATTER, True, 2, has_owners=True),
+    Combo(Mode.REDUCE_SCATTER, True, 3, has_owners=True),
+    Combo(Mode.REDUCE_SCATTER, False, 4, has_owners=True),
+)
+"""Each weight has an owner. Without overlap all are in one bucket, and some are cut by the shards."""
+OWNERS_IN_GROUPS = (
+    Combo(Mode.REDUCE_SCATTER, True, 4, form=Form.GROUPS, has_owners=True),
+    Combo(Mode.REDUCE_SCATTER, False, 4, form=Form.REPLICAS, has_owners=True),
+)
+"""The same inside the groups of experts, and of shards with replicas."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ from megabucket.testing import LoopbackWorld
 from megabucket.testing.loopback import CollectiveDeadlockError
 
 from .acts import ALL_LAYERS, make_step
-from .cells import GRIDS, RIGHT, TWO, Cell, Combo, Fault, Form, Here, Kind, Mode, in_forms
+from .cells import GRIDS, OWNERS, OWNERS_IN_GROUPS, RIGHT, TWO, Cell, Combo, Fault, Form, Here, Kind, Mode, in_forms
 from .judge import Name
 from .model import FaultModel, loss_of, make_batch
 from .oracle import Oracle, first_difference
@@ -61,6 +61,7 @@ _STANDS_FOR_C = ("megabucket/testing/loopback.py", "/threading.py")
 COMBOS = (*TWO, Combo(Mode.ALL_REDUCE, False, 2), Combo(Mode.REDUCE_SCATTER, False, 2))
 FORM_COMBOS = (*GRIDS, *in_forms(Form.SCALER))
 """Without chains: that ranks wait for one another in different parts is seen over the store, which threads have not."""
+OWNER_COMBOS = (OWNERS[0], *OWNERS_IN_GROUPS)
 
 
 @contextmanager
@@ -104,6 +105,8 @@ class Trainer:
     root: Path = Path()
     """Of checkpoints."""
     snapshot: dict[str, torch.Tensor] = field(default_factory=dict)
+    state: Any = None
+    """Of the optimizer, where it has some."""
     optimizer: Any = None
     seen: list[str] = field(default_factory=list)
     named: set[str] = field(default_factory=set)
@@ -153,8 +156,9 @@ class Trainer:
         (self.optimizer.scaler.scale(loss) if isinstance(self.optimizer, Scaled) else loss).backward()
 
     def save(self) -> None:
-        """Keep the weights."""
+        """Keep the weights, and the optimizer's state where it has some."""
         self.snapshot = {name: value.clone() for name, value in self.ddp.state_dict().items()}
+        self.state = self.optimizer.state_dict() if self.combo.has_owners else None
 
     def restore(self) -> None:
         """Go back to the weights that were kept, when all ranks do."""
@@ -165,14 +169,34 @@ class Trainer:
     def _is_restored(self) -> bool:
         try:
             self.ddp.zero_grad()
-            self.ddp.load_state_dict(self.snapshot)
-            self.optimizer = self.make_optimizer(self.ddp)
+            self._load()
         except (WrapperBrokenError, PeerLostError, CollectiveError, InvariantError):
             raise
         except MegabucketError as error:
             self.seen.append(_where(error))
             return False
         return True
+
+    def _load(self) -> None:
+        self.ddp.load_state_dict(self.snapshot)
+        self.optimizer = self.make_optimizer(self.ddp)
+        if self.state is not None:
+            self.optimizer.load_state_dict(self.state)
+
+    def start_again(self) -> None:
+        """Load what was saved into the detached module, wrap it and train on all batches, as the text of a broken wrapper asks."""
+        try:
+            self.ddp.module.load_state_dict(self.snapshot)
+            self.wrap()
+            self._load()
+            for batch in BATCHES:
+                self.step(batch)
+            self.ddp.finish_param_sync()
+        except Exception as error:
+            self.wrong = _where(error)
+            return
+        self.wrong = first_difference(dict(self.ddp.module.named_parameters()), expected_weights(self.combo, self.rank))
+        self.ddp.detach()
 
     def train(self, interrupting: Callable[[], Any]) -> None:  # noqa: C901 - a branch for each thing that a step may raise
         """Train on all batches, the first tries of which are interrupted; note everything that is raised."""
@@ -489,7 +513,23 @@ def _train_in_threads(call: Call, *, culprit: int, at_line: _AtLine) -> list[Tra
         return trainer
 
     with tempfile.TemporaryDirectory(prefix="megabucket-faults-") as root:
-        return world.run(run)
+        trainers: list[Trainer] = world.run(run)
+    if combo.has_owners and all(trainer.is_broken and not trainer.wrong for trainer in trainers):
+        _start_again(combo, trainers)
+    return trainers
+
+
+def _start_again(combo: Combo, trainers: Sequence[Trainer]) -> None:
+    """Let broken ranks recover in a world of their own: processes have a group that is as good as before."""
+    world = LoopbackWorld(combo.num_ranks, timeout_s=20.0)
+    groups = make_groups(combo, world.subgroup)
+
+    def run(rank: int) -> None:
+        trainer, ours = trainers[rank], Ours(combo, groups=groups[rank])
+        trainer.wrap_again = lambda module: ours.wrap(module, {}, world.communicator(rank))
+        trainer.start_again()
+
+    world.run(run)
 
 
 # Signals, in processes #

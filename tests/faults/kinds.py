@@ -12,12 +12,16 @@ from .kinds_borders import BORDER_KINDS
 from .kinds_calls import CALL_KINDS
 from .kinds_checkpoint import CHECKPOINT_KINDS
 from .kinds_model import MODEL_KINDS
+from .kinds_owners import OWNER_KINDS
 from .kinds_process import PROCESS_KINDS
 from .kinds_step import STEP_KINDS
 
 KINDS: dict[str, Kind] = {
     kind.name: kind
-    for kind in (*STEP_KINDS, *MODEL_KINDS, *PROCESS_KINDS, *CHECKPOINT_KINDS, *CALL_KINDS, *BORDER_KINDS, *INTERRUPT_KINDS)
+    for kind in (
+        *(*STEP_KINDS, *MODEL_KINDS, *PROCESS_KINDS, *CHECKPOINT_KINDS, *CALL_KINDS, *BORDER_KINDS, *OWNER_KINDS),
+        *INTERRUPT_KINDS,
+    )
 }
 
 

@@ -19,9 +19,9 @@ from .model import loss_of, make_batch
 from .trip import Action, abort, die_by, freeze, freeze_for, hold_lock_for, install, leave, sleep_for
 
 _DEAD_AFTER_S = 2.0
-_QUICK = {"heartbeat_s": 0.25, "dead_after_s": _DEAD_AFTER_S}
-_NOTICE_DEAD_S = 1.0
-_NOTICE_FROZEN_S = _DEAD_AFTER_S + 1.0
+QUICK = {"heartbeat_s": 0.25, "dead_after_s": _DEAD_AFTER_S}
+NOTICE_DEAD_S = 1.0
+NOTICE_FROZEN_S = _DEAD_AFTER_S + 1.0
 _STALL_S = 5.0
 _SIGNAL_S = 0.3
 _TIMEOUT_S = 4.0
@@ -36,7 +36,7 @@ _ENDS: Mapping[str, Action] = {
 }
 
 
-def _lost(cell: Cell, within_s: float, *, at_wrap: bool = False) -> Expectation:
+def lost(cell: Cell, within_s: float, *, at_wrap: bool = False) -> Expectation:
     """Return the loss, named on the others in this step or, where they had finished it, in the next."""
     fields = {"ranks": (cell.culprit,)}
     lost = (cell.culprit,)
@@ -57,11 +57,11 @@ def _dies(cell: Cell) -> Fault:
         os.kill(os.getpid(), signal.SIGKILL)
 
     at_wrap = cell.place == "wrap"
-    expect = _lost(cell, _NOTICE_DEAD_S, at_wrap=at_wrap)
+    expect = lost(cell, NOTICE_DEAD_S, at_wrap=at_wrap)
     if at_wrap:
         # A rank that dies before it has wrapped anything has told nobody that it lives, so only the group's time limit tells.
         return Fault(
-            replace(expect, within_s=_TIMEOUT_S + 1.0), before_wrap=kill_at_wrap, config=_QUICK, group_timeout_s=_TIMEOUT_S
+            replace(expect, within_s=_TIMEOUT_S + 1.0), before_wrap=kill_at_wrap, config=QUICK, group_timeout_s=_TIMEOUT_S
         )
     waits = cell.place == "waiting"
     return Fault(expect, arm=(lambda here: _let_wait(here, signal.SIGKILL)) if waits else _at_place(cell, _ENDS[cell.kind]))
@@ -70,13 +70,13 @@ def _dies(cell: Cell) -> Fault:
 def _freezes(cell: Cell) -> Fault:
     """Stop the process at fault for good, or hold Python's lock for longer than a peer may be silent."""
     action = freeze if cell.kind == "SIGSTOP" else hold_lock_for(60.0)
-    return Fault(_lost(cell, _NOTICE_FROZEN_S), arm=_at_place(cell, action), config=_QUICK)
+    return Fault(lost(cell, NOTICE_FROZEN_S), arm=_at_place(cell, action), config=QUICK)
 
 
 def _late(cell: Cell) -> Fault:
     """Let a rank come late but alive: sleeping, stopped and continued, or with Python's lock held for a moment."""
     delays = {"slow": sleep_for(0.7), "SIGSTOP-SIGCONT": freeze_for(0.7), "lock-briefly": hold_lock_for(0.7)}
-    return Fault(RIGHT, arm=_at_place(cell, delays[cell.kind]), config=_QUICK)
+    return Fault(RIGHT, arm=_at_place(cell, delays[cell.kind]), config=QUICK)
 
 
 def _slow_with_warning(cell: Cell) -> Fault:
@@ -92,7 +92,7 @@ def _slow_with_warning(cell: Cell) -> Fault:
 def _too_slow(cell: Cell) -> Fault:
     """Be alive but slower than the time limit of the group."""
     arm = lambda here: install(here, "forward", sleep_for(60.0)) if here.is_culprit else None  # noqa: E731
-    return Fault(_lost(cell, _TIMEOUT_S + 1.0), arm=arm, config=_QUICK, group_timeout_s=_TIMEOUT_S)
+    return Fault(lost(cell, _TIMEOUT_S + 1.0), arm=arm, config=QUICK, group_timeout_s=_TIMEOUT_S)
 
 
 def _interrupted(cell: Cell) -> Fault:
@@ -143,8 +143,8 @@ def _group_destroyed(cell: Cell) -> Fault:
     if not on_all:
         errors = ("PeerLostError", "PeerFailedError", "WrapperBrokenError")
         own = ("GroupDestroyedError",)
-        expect = named(errors, own_error=own, within_s=_NOTICE_FROZEN_S, same_text=False, recovery=Recovery.OVER)
-    return Fault(expect, arm=arm, on_all=on_all, config=_QUICK)
+        expect = named(errors, own_error=own, within_s=NOTICE_FROZEN_S, same_text=False, recovery=Recovery.OVER)
+    return Fault(expect, arm=arm, on_all=on_all, config=QUICK)
 
 
 def _store_gone(cell: Cell) -> Fault:
@@ -168,14 +168,14 @@ def _store_stalls(cell: Cell) -> Fault:
         send("fault", at_s=time.monotonic())
 
     # Whoever needs the store waits for it, or says so: an error of ours, on every rank.
-    within_s = _STALL_S + _NOTICE_FROZEN_S
+    within_s = _STALL_S + NOTICE_FROZEN_S
     if cell.place == "wrap":
         refused = named("MegabucketError", at_wrap=True, same_text=False, within_s=within_s)
         expect = replace(RIGHT, otherwise=(refused,))
-        return Fault(expect, before_wrap=lambda _, send: stall(send), config=_QUICK)
+        return Fault(expect, before_wrap=lambda _, send: stall(send), config=QUICK)
     over = named("MegabucketError", same_text=False, is_agreed=False, within_s=within_s, recovery=Recovery.OVER)
     expect = replace(RIGHT, otherwise=(over,))
-    return Fault(expect, arm=lambda here: stall(here.send) if here.is_culprit else None, config=_QUICK)
+    return Fault(expect, arm=lambda here: stall(here.send) if here.is_culprit else None, config=QUICK)
 
 
 def _no_descriptors(cell: Cell) -> Fault:
@@ -187,8 +187,8 @@ def _no_descriptors(cell: Cell) -> Fault:
         resource.setrlimit(resource.RLIMIT_NOFILE, (taken + num_left, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
         send("fault", at_s=time.monotonic())
 
-    refused = named("MegabucketError", at_wrap=True, same_text=False, within_s=_NOTICE_FROZEN_S)
-    return Fault(replace(RIGHT, otherwise=(refused,)), before_wrap=limit, config=_QUICK)
+    refused = named("MegabucketError", at_wrap=True, same_text=False, within_s=NOTICE_FROZEN_S)
+    return Fault(replace(RIGHT, otherwise=(refused,)), before_wrap=limit, config=QUICK)
 
 
 def _let_wait(here: Here, number: signal.Signals) -> None:
@@ -235,7 +235,7 @@ def _kind(name: str, says: str, fault: Callable[[Cell], Fault], **details: Any) 
 
 
 _DEATHS = ("wrap", "forward", "backward-0", "backward-2", "between", "optimizer", "waiting", "fence")
-_FROZEN = f"The others raise an error that names the rank within dead_after_s + 1 s ({_NOTICE_FROZEN_S:g} s here)."
+_FROZEN = f"The others raise an error that names the rank within dead_after_s + 1 s ({NOTICE_FROZEN_S:g} s here)."
 _IN_TIME = "Right: the rank was silent for less than dead_after_s."
 
 PROCESS_KINDS = (

@@ -8,7 +8,7 @@ mean of means when gradients are reduced twice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,37 @@ EXPERT = f"layers.{NUM_LAYERS - 1}."
 DELAYED = "layers.1.weight"
 """The parameter whose gradient comes after backward where one does."""
 LEARNING_RATE = 0.25
+
+
+class OwnedMuon(torch.optim.Muon):
+    """Muon that calls something behind the update of each matrix."""
+
+    update_kind = "tensor"
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self.on_update: Callable[[torch.Tensor], None] = lambda _: None
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update one matrix after the other."""
+        del closure
+        groups = self.param_groups
+        try:
+            for group in groups:
+                for param in [param for param in group["params"] if param.grad is not None]:
+                    self.param_groups = [{**group, "params": [param]}]
+                    super().step()
+                    self.on_update(param)
+        finally:
+            self.param_groups = groups
+
+
+def muon_and_adamw(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    """Return Muon over the weights, and AdamW over the rest. They give the same bits in one process and at owners."""
+    matrices = [param for param in model.parameters() if param.dim() == 2]
+    others = [param for param in model.parameters() if param.dim() != 2]
+    return [OwnedMuon(matrices, lr=LEARNING_RATE), torch.optim.AdamW(others, lr=LEARNING_RATE)]
 
 
 def layer_of_bucket(bucket: int) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from .acts import Act, Acts, Do, Edit
 from .cells import Combo
-from .model import LEARNING_RATE, FaultModel, loss_of, make_batch
+from .model import LEARNING_RATE, FaultModel, loss_of, make_batch, muon_and_adamw
 
 _FACTORS = {"huge": 2.0**100, "doubled": 2.0, "replaced": 2.0, "cleared": 0.0}
 
@@ -28,7 +28,7 @@ def edited(grad: torch.Tensor, edit: Edit) -> torch.Tensor:
 
 
 class Oracle:
-    """A plain model and a plain optimizer, trained on the batches of all ranks.
+    """A plain model and its plain optimizers, trained on the batches of all ranks.
 
     Args:
         model: is copied.
@@ -51,17 +51,20 @@ class Oracle:
         self.model = copy.deepcopy(model)
         self._combo, self._rank = combo, rank
         self._seed, self._zeros_for_unused, self._momentum = seed, zeros_for_unused, momentum
-        self.optimizer = self._make_optimizer()
+        self.optimizers = self._make_optimizers()
 
-    def _make_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE, momentum=self._momentum)
+    def _make_optimizers(self) -> list[torch.optim.Optimizer]:
+        if self._combo.has_owners:
+            return muon_and_adamw(self.model)
+        return [torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE, momentum=self._momentum)]
 
     def compute(self, programs: Sequence[Acts]) -> dict[str, torch.Tensor | None]:
         """Return the mean gradient of one step, by parameter, and keep it for ``update``.
 
         That of an expert is the sum over the ranks that hold it, divided by all ranks.
         """
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         params = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
         totals: dict[str, torch.Tensor] = {}
         for rank, acts in enumerate(programs):
@@ -106,7 +109,8 @@ class Oracle:
 
     def update(self) -> None:
         """Step on the gradients computed last."""
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the weights as they must be now."""
@@ -121,16 +125,18 @@ class Oracle:
         """Go on from other weights, with a new optimizer."""
         for name, param in self.model.named_parameters():
             param.copy_(weights[name])
-        self.optimizer = self._make_optimizer()
+        self.optimizers = self._make_optimizers()
 
     def follow(self, model: FaultModel) -> None:
         """Go on with another structure: take over parameters, trainability and values, and keep the momentum by name."""
-        momentum = {name: self.optimizer.state.get(param, {}) for name, param in self.model.named_parameters()}
+        states = {id(param): state for optimizer in self.optimizers for param, state in optimizer.state.items()}
+        state_of = {name: states.get(id(param)) for name, param in self.model.named_parameters()}
         self.model = copy.deepcopy(model)
-        self.optimizer = self._make_optimizer()
+        self.optimizers = self._make_optimizers()
         for name, param in self.model.named_parameters():
-            if momentum.get(name):
-                self.optimizer.state[param] = momentum[name]
+            for optimizer in self.optimizers if state_of.get(name) else ():
+                if any(param is one for group in optimizer.param_groups for one in group["params"]):
+                    optimizer.state[param] = state_of[name]
 
 
 def first_difference(actual: Mapping[str, torch.Tensor | None], expected: Mapping[str, torch.Tensor | None]) -> str:

@@ -66,8 +66,8 @@ def draw_world(seed: int, *, num_episodes: int = EPISODES) -> Play:
 def candidates(combo: Combo, seed: int = 0) -> Iterator[Cell]:
     """Yield a cell for each place of each kind that may happen again and again with a combination."""
     for kind in KINDS.values():
-        setup = (combo.mode, combo.is_explicit, combo.form)
-        is_known = any((one.mode, one.is_explicit, one.form) == setup for one in kind.combos)
+        setup = (combo.mode, combo.is_explicit, combo.form, combo.has_owners)
+        is_known = any((one.mode, one.is_explicit, one.form, one.has_owners) == setup for one in kind.combos)
         if kind.soaks and not kind.needs_processes and is_known:
             yield from (Cell(kind.name, place, combo, seed) for place in kind.places)
 

@@ -20,7 +20,7 @@ from megabucket.trace.recorder import Launch
 
 from .acts import ALL_LAYERS
 from .cells import Combo, Form, Here
-from .model import BUCKET_NUMEL, DELAYED, EXPERT, LEARNING_RATE, DelayedLinear, FaultModel, Part
+from .model import BUCKET_NUMEL, DELAYED, EXPERT, LEARNING_RATE, DelayedLinear, FaultModel, Part, muon_and_adamw
 
 _HEARTBEAT_S = 0.5
 _DEAD_AFTER_S = 6.0
@@ -70,7 +70,7 @@ class Ours:
             "overlap_grad_reduce": combo.overlaps,
             "overlap_param_gather": combo.overlaps and combo.is_sharded,
             "finish": "explicit" if combo.is_explicit else "auto",
-            "bucket_size": BUCKET_NUMEL,
+            "bucket_size": BUCKET_NUMEL if combo.overlaps or not combo.has_owners else None,
             "nonfinite_gradients": "allow" if combo.form in (Form.SCALER, Form.AMP) else "error",
             "heartbeat_s": _HEARTBEAT_S,
             "dead_after_s": _DEAD_AFTER_S,
@@ -106,10 +106,15 @@ class Ours:
         return DistributedDataParallel(model, communicator=LocalCommunicator())
 
     def make_optimizer(self, model: FaultModel, ddp: Any, momentum: float) -> Any:
-        """Return plain SGD, or the distributed optimizer over it; of its second group only the first rank has a shard."""
+        """Return plain SGD, or the distributed optimizer over it; of its second group only the first rank has a shard.
+
+        Where weights have owners it is over Muon and AdamW.
+        """
         form = self._combo.form
         if form is Form.CHAINED:
             return ChainedOptimizer([DistributedOptimizer(_sgd(part.module, momentum), part) for part in ddp.parts])
+        if self._combo.has_owners:
+            return DistributedOptimizer(muon_and_adamw(model), ddp)
         optimizer = _sgd(model, momentum)
         if not self._combo.has_own_optimizer:
             return optimizer

@@ -2,7 +2,9 @@
 
 A place is a word: ``forward``, ``backward-k`` (in backward, before bucket k is complete), ``hook-k`` (a hook on a gradient of
 bucket k), ``posthook-k`` (a post-accumulate hook there), ``between`` (after backward, before the optimizer), ``optimizer``
-(inside its step, before anything is updated), ``fence`` and ``gather`` (when megabucket launches that collective).
+(inside its step, before anything is updated), ``fence`` and ``gather`` (when megabucket launches that collective). Where weights
+have owners: ``to-owners`` and ``return`` (those collectives), ``owner`` (behind the update of the first matrix of this rank),
+``muon-before``, ``muon-after``, ``adamw-before``, ``adamw-after`` (hooks around the step of one of the two optimizers).
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from .systems import Scaled
 Action = Callable[[Here], None]
 
 _FORWARD_LAYER = "2"
-_LABELS = {"fence": "fence", "gather": "param gather"}
+_LABELS = {"fence": "fence", "gather": "param gather", "to": "gradients to owners", "return": "values to shards"}
+_GIVEN = {"muon": 0, "adamw": 1}
 
 
 def install(here: Here, place: str, action: Action) -> None:
@@ -45,8 +48,16 @@ def install(here: Here, place: str, action: Action) -> None:
         last = here.optimizer.optimizers[-1] if here.cell.combo.form is Form.CHAINED else here.optimizer
         # Hooks of the given optimizer run inside the update, when all ranks have agreed on it.
         is_ours = isinstance(last, DistributedOptimizer | Scaled)
-        given = last.torch_optimizer if is_ours else last
+        given = last.torch_optimizers[0] if is_ours else last
         _hold(here, given.register_step_pre_hook(lambda *_: trip()))
+    elif kind == "owner":
+        muon = here.optimizer.torch_optimizers[0]
+        here.step_stack.callback(setattr, muon, "on_update", muon.on_update)
+        muon.on_update = lambda _: trip()
+    elif kind in _GIVEN:
+        given = here.optimizer.torch_optimizers[_GIVEN[kind]]
+        register = given.register_step_pre_hook if bucket == "before" else given.register_step_post_hook
+        _hold(here, register(lambda *_: trip()))
     elif kind == "forward":
         _hold(here, here.model.layers[_FORWARD_LAYER].register_forward_pre_hook(lambda *_: trip()))
     else:

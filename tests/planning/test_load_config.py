@@ -172,7 +172,7 @@ def test_every_problem_has_its_path_and_its_place(write):
         "command line, 'ddp.bucket_size=-1': ddp.bucket_size: should be greater than 0 (got -1)",
         "run.yaml:10: ddp.bucket_cap_mb: should be a finite number (got inf)",
         "run.yaml:11: ddp.num_buckets: '5x' is not a count; write 40000000, 4e7 or 40M",
-        "command line, 'optimizer.name=3': optimizer.name: should be 'adamw', 'adam' or 'sgd' (got 3)",
+        "command line, 'optimizer.name=3': optimizer.name: should be 'adamw', 'adam', 'sgd' or 'muon' (got 3)",
         "run.yaml:14: optimizer.momentum: should be a valid number (got True)",
     ]
     assert len(error.problems) == 11
