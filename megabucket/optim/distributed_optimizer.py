@@ -131,7 +131,7 @@ class DistributedOptimizer(SteppingForWrapper):
         """The given optimizers, over whole parameters."""
         self.ddp = ddp
         if len(given) == 1:
-            # Hooks of state are called with whole parameters, whichever of the two has them. Those of a step are called by each.
+            # Hooks of state are called with whole parameters, whichever of the two has them; those of a step by each.
             hooks = {name: own for name, own in vars(given[0]).items() if name.startswith("_optimizer_")}
             vars(self).update({name: own for name, own in hooks.items() if not name.startswith("_optimizer_step_")})
         self._is_sharded = ddp.policy.is_sharded

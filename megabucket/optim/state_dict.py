@@ -420,7 +420,7 @@ def _of_owners(
     state: Mapping[torch.Tensor, Mapping[str, Any]],
     holder: ShardHolder,
 ) -> Iterator[tuple[torch.Tensor, tuple[dict[str, Any], torch.Tensor | None]]]:
-    """Yield the parameters of one buffer that are updated whole, with their state and main values. Owners send them as bytes."""
+    """Yield the parameters of one buffer that are updated whole, with their state and main values, which owners send."""
     whole = {shard.name: shard for shard in shards if isinstance(shard, WholeShard) and shard.buffer is buffer}
     communicator = holder.communicator(buffer)
     for name in [name for name in buffer.params if name in whole or name in holder.owner_of]:

@@ -1,7 +1,7 @@
 """The optimizers that a ``DistributedOptimizer`` was given, and their twins over the tensors that this rank updates.
 
-A given optimizer keeps its groups, with whole parameters, and nothing in it is replaced. Its twin, of
-the same class and attributes, has groups and state of its own. Before each step the twin takes over hyperparameters and attributes, and afterwards
+A given optimizer keeps its groups, with whole parameters, and nothing in it is replaced. Its twin, of the same class and
+attributes, has groups and state of its own. Before each step the twin takes over hyperparameters and attributes, and afterwards
 the given one gets back what the step has written to them (schedule-free optimizers count in their groups).
 """
 
