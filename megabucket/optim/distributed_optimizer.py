@@ -24,7 +24,7 @@ from megabucket.errors import ConfigError, PhaseError, UnreducedGradientsError, 
 from megabucket.optim.kernels import find_kernels
 from megabucket.optim.norm import GlobalNorm, check_norm_settings, clip_by_norm
 from megabucket.optim.sharding import Sharding
-from megabucket.optim.state_dict import pack, part_of, with_part
+from megabucket.optim.state_dict import join, pack
 
 _Loss = TypeVar("_Loss")
 _grad: Final = attrgetter("grad")
@@ -713,9 +713,15 @@ class DistributedOptimizer(SteppingForWrapper):
             OptimizerParametersError: the state of a shard cannot be split by parameter.
             PeerFailedError: another rank has failed.
         """
+        return join(self.state_dicts())
+
+    @torch.inference_mode(False)
+    def state_dicts(self) -> list[dict[str, Any]]:
+        """Return the state of each given optimizer over whole parameters. Otherwise as ``state_dict``."""
         with self.ddp.sync.call("state_dict()"):
             self.sharding.settle("state_dict()")
-        return pack(self.torch_optimizers, self.sharding.whole_state())
+        whole = self.sharding.whole_state()
+        return [pack(optimizer, whole) for optimizer in self.torch_optimizers]
 
     @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -794,11 +800,14 @@ class OptimizerPart(SteppingForWrapper):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the given optimizer over whole parameters. Collective; see ``DistributedOptimizer``."""
-        return part_of(self.whole.state_dict(), self.whole.torch_optimizers, self.index)
+        return self.whole.state_dicts()[self.index]
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a result of ``state_dict``. Collective; see ``DistributedOptimizer``."""
-        self.whole.load_state_dict(with_part(self.whole.state_dict(), self.whole.torch_optimizers, self.index, state_dict))
+        parts = self.whole.state_dicts()
+        parts[self.index] = state_dict
+        self.whole.sharding.load(None, parts=parts)
 
 
 def _number(value: float) -> torch.Tensor:
