@@ -91,7 +91,9 @@ class Combo:
     def __str__(self) -> str:
         overlap = "overlap" if self.overlaps else "no-overlap"
         form = f"/{self.form.value}" if self.form.value else ""
-        return f"{self.mode.value}/{overlap}/{self.num_ranks}{form}" + "/explicit" * self.is_explicit + "/owners" * self.has_owners
+        return (
+            f"{self.mode.value}/{overlap}/{self.num_ranks}{form}" + "/explicit" * self.is_explicit + "/owners" * self.has_owners
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,9 @@ def _ends(cell: Cell) -> Fault:
     action = die_by(signal.SIGKILL) if cell.kind == "owner-killed" else freeze
     within_s = NOTICE_DEAD_S if cell.kind == "owner-killed" else NOTICE_FROZEN_S
     config = {} if cell.kind == "owner-killed" else QUICK
-    return Fault(lost(cell, within_s), arm=lambda here: install(here, cell.place, action) if here.is_culprit else None, config=config)
+    return Fault(
+        lost(cell, within_s), arm=lambda here: install(here, cell.place, action) if here.is_culprit else None, config=config
+    )
 
 
 def _fails(cell: Cell) -> Fault:
@@ -141,9 +143,7 @@ OWNER_KINDS = (
         combos=_ALL,
         needs_processes=True,
     ),
-    _kind(
-        "owner-stopped", "The same, stopped: as SIGSTOP.", _ends, places=_PLACES, combos=OWNERS[1:], needs_processes=True
-    ),
+    _kind("owner-stopped", "The same, stopped: as SIGSTOP.", _ends, places=_PLACES, combos=OWNERS[1:], needs_processes=True),
     _kind(
         "owner-fails",
         "An exception in the update of one owner: named with rank, parameter and cause, and broken on all.",
