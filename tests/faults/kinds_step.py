@@ -17,6 +17,7 @@ from .cells import (
     FEW,
     FORMS,
     OWNERS,
+    OWNERS_IN_FORMS,
     OWNERS_IN_GROUPS,
     PAIRS,
     RIGHT,
@@ -425,7 +426,7 @@ STEP_KINDS = (
         "none",
         "Every step is right: the control.",
         lambda _: Fault(),
-        combos=(*EVERY, *EXPLICIT, *FORMS, *OWNERS, *OWNERS_IN_GROUPS),
+        combos=(*EVERY, *EXPLICIT, *FORMS, *OWNERS, *OWNERS_IN_GROUPS, *OWNERS_IN_FORMS),
     ),
     Kind(
         "unused",
@@ -443,7 +444,7 @@ STEP_KINDS = (
         "dropped-step",
         "A rank that does not step is named before anything else is updated.",
         _dropped_step,
-        combos=(*_SOME, *FORMS, *OWNERS, *OWNERS_IN_GROUPS),
+        combos=(*_SOME, *FORMS, *OWNERS, *OWNERS_IN_GROUPS, *OWNERS_IN_FORMS),
     ),
     Kind(
         "microbatches",

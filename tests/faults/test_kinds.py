@@ -2,7 +2,7 @@
 
 import pytest
 
-from faults.cells import EVERY, FORMS, OWNERS, OWNERS_IN_GROUPS, STEPS_AFTER, Cell, Recovery
+from faults.cells import EVERY, FORMS, OWNERS, OWNERS_IN_FORMS, OWNERS_IN_GROUPS, STEPS_AFTER, Cell, Recovery
 from faults.judge import Name, judge
 from faults.kinds import KINDS, fault_of, select
 from faults.loopback import run_in_threads
@@ -62,7 +62,7 @@ def test_a_fault_in_each_form_of_a_program_ends_as_the_table_says(combo):
     assert [(cell.name, verdict) for cell, verdict in verdicts if not verdict.name.is_good] == []
 
 
-@pytest.mark.parametrize("combo", [*OWNERS, *OWNERS_IN_GROUPS], ids=str)
+@pytest.mark.parametrize("combo", [*OWNERS, *OWNERS_IN_GROUPS, *OWNERS_IN_FORMS], ids=str)
 def test_a_fault_where_weights_have_owners_ends_as_the_table_says(combo):
     cells = [Cell(*place.split("/"), combo) for place in WITH_OWNERS]
     assert set(cells) <= set(select())

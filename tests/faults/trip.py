@@ -66,12 +66,13 @@ def install(here: Here, place: str, action: Action) -> None:
 
 def _install_in_update(here: Here, kind: str, when: str, trip: Callable[[], None]) -> None:
     """Trip behind the update of a matrix, or in a hook of one of the optimizers."""
+    last = here.optimizer.optimizers[-1] if here.cell.combo.form is Form.CHAINED else here.optimizer
     if kind == "owner":
-        muon = here.optimizer.torch_optimizers[0]
+        muon = last.torch_optimizers[0]
         here.step_stack.callback(setattr, muon, "on_update", muon.on_update)
         muon.on_update = lambda _: trip()
         return
-    given = here.optimizer.torch_optimizers[_GIVEN[kind]]
+    given = last.torch_optimizers[_GIVEN[kind]]
     register = given.register_step_pre_hook if when == "before" else given.register_step_post_hook
     _hold(here, register(lambda *_: trip()))
 
