@@ -8,6 +8,7 @@
 #   VENV      where the environment lives            (default .venv)
 #   PIP_ARGS  extra arguments of pip install         (for example --index-url ... for a CPU build of torch)
 #   RANKS     processes of the demo                  (default 2)
+#   DEMO      options and overrides of the demo      (default none; docs/train.md; DEMO="--optimizer muon", DEMO=--help)
 #   JOBS      tests that run at once                 (default 5: many of them wait; 3 at night)
 #   BENCH     what `make bench` measures             (default: everything; docs/benchmarks.md; BENCH=--help)
 #   GPU       what `make gpu` tries                  (default: everything; docs/gpu.md; GPU=--help)
@@ -19,6 +20,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 RANKS ?= 2
+DEMO ?=
 JOBS ?= 5
 VENV_BENCH ?= .venv-bench
 VENV_FRAMEWORKS ?= .venv-frameworks
@@ -48,7 +50,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m examples.bytegpt
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m examples.bytegpt $(DEMO)
 
 # Tests that take long or need more than torch are marked `nightly`; those that start processes are marked `dist`.
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder

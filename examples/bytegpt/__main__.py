@@ -29,11 +29,16 @@ def train(
     compare: Annotated[
         Literal["torch-ddp"] | None, typer.Option(help="train the same with this afterwards and print the weight difference")
     ] = None,
+    optimizer: Annotated[
+        Literal["adamw", "adam", "sgd", "muon"] | None, typer.Option(help="short for optimizer.name=...")
+    ] = None,
     resume: Annotated[str, typer.Option(help="auto, never or a step: where to begin", metavar="WHERE")] = "",
     json: Annotated[bool, typer.Option("--json", help="print the closing figures as JSON on stdout")] = False,
 ) -> None:
     """Train on bytes of source code; start several ranks with torchrun -m examples.bytegpt ..."""
-    run = load_demo_config(config, [*(overrides or []), *([f"checkpoint.resume={resume}"] if resume else [])])
+    options = {"optimizer.name": optimizer, "checkpoint.resume": resume}
+    given = [f"{key}={value}" for key, value in options.items() if value]
+    run = load_demo_config(config, [*(overrides or []), *given])
     with joined_ranks(os.environ, run.fabric) as ranks:
         is_first = ranks.rank == 0
         report = run_training(run, ranks, progress=Progress(is_shown=is_first), compares=compare is not None)

@@ -33,11 +33,12 @@ def run_facts(task: Task) -> dict[str, Any]:
 def config_facts(config: DemoConfig, model: GptConfig) -> dict[str, Any]:
     """Return the part of ``run_facts`` that needs neither corpus nor ranks."""
     program = config.program
+    optimizer = program.optimizer.model_dump(mode="json", exclude=set() if program.optimizer.name == "muon" else {"muon_lr"})
     facts: dict[str, Any] = {
         "model.sequence_length": model.sequence_length,
         "train.seed": program.train.seed,
         "ddp.grad_reduction": config.ddp.grad_reduction,
-        **{f"optimizer.{name}": value for name, value in program.optimizer.model_dump(mode="json").items()},
+        **{f"optimizer.{name}": value for name, value in optimizer.items()},
     }
     if program.optimizer.final_lr_fraction != 1:  # else the learning rate does not depend on where the run ends
         facts["train.steps"] = program.train.steps

@@ -13,7 +13,7 @@ import torch
 from examples.bytegpt.config import DemoConfig, OptimizerConfig
 from examples.bytegpt.report import MetricsLog, Progress
 from examples.bytegpt.steps import StepLoop, Trainee
-from examples.bytegpt.task import Task, make_optimizer
+from examples.bytegpt.task import Task, make_optimizers
 from megabucket import StepResult
 from megabucket.errors import ConfigError
 
@@ -59,7 +59,7 @@ def compare_with_torch(
 ) -> Comparison:
     """Train ``task`` again without our wrapper and compare the results. All ranks must call it.
 
-    The other wrapper is torch's ``DistributedDataParallel``, or none in a single process. The optimizer is torch's, and so is
+    The other wrapper is torch's ``DistributedDataParallel``, or none in a single process. The optimizers are torch's, and so is
     clipping, except for its norm (see ``_float64_norm``).
 
     Args:
@@ -67,14 +67,14 @@ def compare_with_torch(
         weights: ours after training.
     """
     program, ranks, module = task.config.program, task.ranks, task.build_model()
-    optimizer = make_optimizer(program.optimizer, module.parameters())
-    step = _stepper(program.optimizer, module, optimizer)
+    optimizers = make_optimizers(program.optimizer, dict(module.named_parameters()))
+    step = _stepper(program.optimizer, module, optimizers)
     if ranks.backend == "none":
-        name, trainee = "plain torch", Trainee("plain torch", module, optimizer, nullcontext, step)
+        name, trainee = "plain torch", Trainee("plain torch", module, optimizers, module.zero_grad, nullcontext, step)
     else:
         devices = [ranks.device] if ranks.device.type == "cuda" else None
         wrapped = torch.nn.parallel.DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True)
-        name, trainee = "torch DDP", Trainee("torch DDP", wrapped, optimizer, wrapped.no_sync, step)
+        name, trainee = "torch DDP", Trainee("torch DDP", wrapped, optimizers, module.zero_grad, wrapped.no_sync, step)
     loop = StepLoop(task, trainee, progress=progress, log=MetricsLog(None))
     train_s = loop.run()
     theirs = {name: weight for name, weight in module.state_dict().items() if weight.numel()}
@@ -83,7 +83,7 @@ def compare_with_torch(
     # NaN is neither larger nor smaller than a number, so max() could miss it.
     at, difference = max(found, key=lambda item: math.inf if math.isnan(item[1]) else item[1])
     return Comparison(
-        reference=f"{name} + {type(optimizer).__name__}, {task.model.dtype} parameters",
+        reference=f"{' + '.join([name, *(type(each).__name__ for each in optimizers)])}, {task.model.dtype} parameters",
         max_abs_difference=difference,
         max_abs_difference_at=at,
         max_abs_weight=max(float(weight.abs().max()) for weight in theirs.values()),
@@ -104,14 +104,17 @@ def describe_comparison(comparison: Comparison) -> str:
     return "\n".join([*lines, comparison.note]).rstrip()
 
 
-def _stepper(config: OptimizerConfig, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], StepResult]:
+def _stepper(
+    config: OptimizerConfig, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> Callable[[], StepResult]:
     params = [param for param in module.parameters() if param.requires_grad]
 
     def step() -> StepResult:
         norm = _float64_norm([param.grad for param in params if param.grad is not None])
         if config.clip_grad > 0:
             torch.nn.utils.clip_grads_with_norm_(params, config.clip_grad, norm)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         return StepResult(updated=True, grad_norm=norm.item(), reason="")
 
     return step

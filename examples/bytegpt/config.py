@@ -23,14 +23,19 @@ Steps = Annotated[int, at.Ge(0), at.Le(10**9)]
 class OptimizerConfig(Optimizer):
     """Which torch optimizer steps, and its schedule: linear warm-up, then a cosine to a fraction of ``lr``."""
 
-    name: Literal["adamw", "adam", "sgd"] = "adamw"
-    """The class in ``torch.optim``: ``AdamW``, ``Adam`` or ``SGD``."""
+    name: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
+    """The class in ``torch.optim``: ``AdamW``, ``Adam``, ``SGD`` or ``Muon``. Muon steps on the matrices of the blocks, AdamW
+    on the rest: embeddings, head, norms and biases."""
 
     lr: Positive = 3e-4
     """Learning rate at the end of the warm-up, the highest of the run."""
 
+    muon_lr: Positive = 0.02
+    """The same of Muon (``name="muon"``), while ``lr`` is that of AdamW beside it. With torch's ``match_rms_adamw``: an update
+    is as large as one of AdamW at the same rate."""
+
     betas: Annotated[tuple[Decay, Decay], BeforeValidator(read_tuple)] = (0.9, 0.95)
-    """Decay of the first and the second moment (Adam and AdamW)."""
+    """Decay of the first and the second moment (Adam and AdamW). Muon's momentum is torch's default, 0.95."""
 
     eps: Positive = 1e-8
     """Added to the root of the second moment (Adam and AdamW)."""

@@ -26,8 +26,10 @@ class Trainee:
 
     title: str
     model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    """Its learning rate is set and its gradients are cleared."""
+    torch_optimizers: Sequence[torch.optim.Optimizer]
+    """Their learning rates are set."""
+    zero_grad: Callable[[], None]
+    """Clear the gradients."""
     no_sync: Callable[[], AbstractContextManager[None]]
     """Context for all but the last microbatch of a step."""
     step: Callable[[], StepResult]
@@ -51,7 +53,7 @@ def train_step(trainee: Trainee, microbatches: Sequence[Batch]) -> tuple[float, 
             loss.backward()
         losses.append(loss.detach())
     result = trainee.step()
-    trainee.optimizer.zero_grad()
+    trainee.zero_grad()
     return float(torch.stack(losses).sum()) / NATS_PER_BIT, result
 
 
@@ -83,8 +85,10 @@ class StepLoop:
     def _run_step(self, step: int) -> dict[str, Any]:
         start_s = time.perf_counter()
         rate = self._task.learning_rate(step)
-        for group in self._trainee.optimizer.param_groups:
-            group["lr"] = rate
+        for optimizer in self._trainee.torch_optimizers:
+            of_kind = self._task.learning_rate(step, kind=type(optimizer))
+            for group in optimizer.param_groups:
+                group["lr"] = of_kind
         with self._trainee.whole_step():
             bits, result = train_step(self._trainee, self._task.microbatches(step))
         step_s = time.perf_counter() - start_s

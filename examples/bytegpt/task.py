@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -49,9 +49,11 @@ class Task:
         """Return the model with its initial weights: the same on every rank and at every call."""
         return initial_model(self.config, self.model, self.ranks.device)
 
-    def learning_rate(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0."""
-        return learning_rate(self.config.program.optimizer, step=step, num_steps=self.config.program.train.steps)
+    def learning_rate(self, step: int, *, kind: type[torch.optim.Optimizer] = torch.optim.AdamW) -> float:
+        """Return the learning rate of a step, counted from 0, for an optimizer of this class."""
+        config = self.config.program.optimizer
+        peak = config.muon_lr if kind is torch.optim.Muon else config.lr
+        return learning_rate(config.model_copy(update={"lr": peak}), step=step, num_steps=self.config.program.train.steps)
 
     def microbatches(self, step: int) -> list[Batch]:
         """Return this rank's microbatches of a step: its share of the windows of all ranks.
@@ -131,8 +133,22 @@ def trainable_model(config: DemoConfig) -> GptConfig:
     return model
 
 
-def make_optimizer(config: OptimizerConfig, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the torch optimizer over two groups: parameters with two or more dimensions, which decay, and the others.
+def make_optimizers(config: OptimizerConfig, params: Mapping[str, torch.nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """Return the torch optimizers over all parameters: one, or with ``muon`` Muon and AdamW.
+
+    Args:
+        params: by name.
+    """
+    if config.name != "muon":
+        return [_make_elementwise(config, params.values())]
+    matrices = [param for name, param in params.items() if name.startswith("blocks.") and param.ndim == 2]
+    rest = [param for name, param in params.items() if not (name.startswith("blocks.") and param.ndim == 2)]
+    muon = torch.optim.Muon(matrices, lr=config.muon_lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+    return [muon, _make_elementwise(config, rest)]
+
+
+def _make_elementwise(config: OptimizerConfig, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return an optimizer over two groups: parameters with two or more dimensions, which decay, and the others.
 
     Without weight decay there is one group.
     """
@@ -143,7 +159,7 @@ def make_optimizer(config: OptimizerConfig, params: Iterable[torch.nn.Parameter]
     groups = [group for group in groups if group["params"]]
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=config.fused or None)
-    kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+    kind = torch.optim.Adam if config.name == "adam" else torch.optim.AdamW
     return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=config.fused or None)
 
 

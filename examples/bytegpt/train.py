@@ -16,7 +16,7 @@ from examples.bytegpt.compare import Comparison, check_comparable, compare_with_
 from examples.bytegpt.config import DemoConfig
 from examples.bytegpt.report import MetricsLog, Progress, summarize
 from examples.bytegpt.steps import StepLoop, Trainee
-from examples.bytegpt.task import Task, make_optimizer, make_task, trainable_model
+from examples.bytegpt.task import Task, make_optimizers, make_task, trainable_model
 from megabucket.errors import ConfigError
 from megabucket.measure.ranks import Ranks
 
@@ -69,8 +69,8 @@ def _train(task: Task, progress: Progress, log: MetricsLog, *, compares: bool) -
     config, program = task.config, task.config.program
     progress.note(task.corpus.describe())
     model = mb.DistributedDataParallel(task.build_model(), config.ddp.model_copy(update={"step_traces": True}))
-    torch_optimizer = make_optimizer(program.optimizer, model.parameters())
-    optimizer = mb.DistributedOptimizer(torch_optimizer, model, clip_grad=program.optimizer.clip_grad)
+    torch_optimizers = make_optimizers(program.optimizer, dict(model.named_parameters()))
+    optimizer = mb.DistributedOptimizer(torch_optimizers, model, clip_grad=program.optimizer.clip_grad)
 
     setup, start = _describe_setup(task, model), resume(task, model, optimizer)
     if start.checkpoint is None:
@@ -92,7 +92,16 @@ def _train(task: Task, progress: Progress, log: MetricsLog, *, compares: bool) -
         log.write("evaluation", {"step": step, "held_out_bits_per_byte": bits})
         return bits
 
-    trainee = Trainee("train", model, optimizer, model.no_sync, optimizer.step, model.step, lambda: model.last_step_trace)
+    trainee = Trainee(
+        "train",
+        model,
+        torch_optimizers,
+        optimizer.zero_grad,
+        model.no_sync,
+        optimizer.step,
+        model.step,
+        lambda: model.last_step_trace,
+    )
     loop = StepLoop(task, trainee, progress=progress, log=log)
     saver = None if program.checkpoint.folder is None else RunSaver(task, model, optimizer, start, log)
     with nullcontext() if saver is None else saver.noting_signals():

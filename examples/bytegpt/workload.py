@@ -12,7 +12,7 @@ import torch
 from examples.bytegpt.checkpoints import BATCH_FACT, CORPUS_FACT, config_facts, fact_changes, saved_facts
 from examples.bytegpt.config import DemoConfig
 from examples.bytegpt.model import next_byte_loss
-from examples.bytegpt.task import initial_model, make_optimizer, make_task, trainable_model
+from examples.bytegpt.task import initial_model, make_optimizers, make_task, trainable_model
 from megabucket.measure.program import TrainingProgram
 from megabucket.measure.ranks import Ranks
 
@@ -30,7 +30,7 @@ def workload(config: DemoConfig, ranks: Ranks) -> TrainingProgram:
 
     return TrainingProgram(
         model,
-        make_optimizer(program.optimizer, model.parameters()),
+        make_optimizers(program.optimizer, dict(model.named_parameters())),
         losses,
         num_microbatches=program.train.num_microbatches,
         clip_grad=program.optimizer.clip_grad,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, zip_longest
 from typing import Any, Final, Protocol
@@ -285,11 +285,20 @@ class RunState:
         """Return whether this is the lowest rank with a module buffer, or with a module that has extra state."""
         return not any(name in summary[kind] for summary in self._by_rank[: self.ranks.rank])
 
-    def _share(self, name: str, tensor: torch.Tensor, identity: ParamIdentity | None = None) -> None:
-        """Add a tensor that every rank holds, or with an identity every rank of its reduction group: they split the writing."""
+    def _share(
+        self, name: str, tensor: torch.Tensor, identity: ParamIdentity | None = None, shape: torch.Size | None = None
+    ) -> None:
+        """Add a tensor that every rank holds, or with an identity every rank of its reduction group: they split the writing.
+
+        Args:
+            identity: of the parameter that it belongs to.
+            shape: of this rank's part of the parameter; ``None``: that of the tensor.
+        """
         ranks = self._parts.ddp.ranks
         if identity is None or ranks.writes(identity):
             among = ranks.step if identity is None else ranks.by_name[identity.group].communicator
+            if identity is not None and shape is not None:
+                identity = _identity_of_state(name, tensor, identity, shape)
             self._shared.setdefault(among, []).append(whole_piece(name, tensor, identity))
 
     def _hold_shards(self, sharding: Sharding) -> None:
@@ -307,18 +316,16 @@ class RunState:
     def _hold_uncut(self, shard: WholeShard, state: Mapping[str, Any]) -> None:
         """Add the state of a parameter that is updated whole: by its owner, or shared by all ranks that update it."""
         own, param = self._names.of(shard.name), shard.main.detach()
-        keep = partial(self._share, identity=own)
-        if shard.is_received:
-            keep = partial(self._keep_alone, identity=own)
+        keep = partial(self._keep_alone if shard.is_received else self._share, identity=own, shape=param.shape)
         entries = [_entry(own.global_name, key, value, param, keep) for key, value in state.items()]
         self._described.append(([own.global_name], entries, shard.is_received))
         if shard.has_own_values:
             keep(f"{Prefix.MAIN}{own.global_name}", param)
 
-    def _keep_alone(self, name: str, tensor: torch.Tensor, identity: ParamIdentity) -> None:
-        """Add a tensor that this rank alone of its reduction group holds."""
+    def _keep_alone(self, name: str, tensor: torch.Tensor, identity: ParamIdentity, shape: torch.Size) -> None:
+        """Add a tensor that this rank alone of its reduction group holds. Arguments as of ``_share``."""
         if self._parts.ddp.ranks.writes(identity):
-            self._own.append(whole_piece(name, tensor, identity))
+            self._own.append(whole_piece(name, tensor, _identity_of_state(name, tensor, identity, shape)))
 
     def _hold_piece(self, piece: StatePiece, *, is_part: bool) -> None:
         like, values, own = piece.like, piece.values, self._names.of(piece.param)
@@ -335,12 +342,33 @@ class RunState:
         for param, of_param in whole.values.items():
             if isinstance(param, torch.Tensor) and of_param:
                 own = names.identities[param]
-                keep = partial(self._share, identity=own)
+                keep = partial(self._share, identity=own, shape=param.shape)
                 entries = [_entry(own.global_name, key, value, param, keep) for key, value in of_param.items()]
                 self._described.append(([own.global_name], entries, False))
         for param, main in whole.main_values.items():
             self._share(f"{Prefix.MAIN}{names.params[param]}", main, names.identities[param])
         self._computed_in |= {names.params[of]: dtype_name(dtype) for of, dtype in whole.dtypes.items() if of in names.params}
+
+
+def _identity_of_state(name: str, tensor: torch.Tensor, identity: ParamIdentity, shape: torch.Size) -> ParamIdentity:
+    """Return the place of a tensor in the state of a parameter: that of the parameter, or a whole of its own.
+
+    Args:
+        shape: of this rank's part of the parameter.
+
+    Raises:
+        OptimizerParametersError: the tensor is of another shape, and belongs to a piece of a parameter.
+    """
+    if tensor.shape == shape:
+        return identity
+    if identity.global_shape != tuple(shape):
+        raise OptimizerParametersError(
+            problem="state of a parameter that is cut over ranks is neither one number nor one value per element, so a "
+            "checkpoint cannot say which part of the whole it is",
+            params=[f"{name}: shape {tuple(tensor.shape)} for {tuple(shape)} of {identity.global_shape}"],
+            remedy="Give such parameters to an elementwise optimizer, or save without the optimizer (optimizer=None).",
+        )
+    return replace(identity, offset=(0,) * tensor.dim(), global_shape=tuple(tensor.shape))
 
 
 def _entry(name: str, key: str, value: Any, param: torch.Tensor, keep: Keep) -> StateEntry:

@@ -679,7 +679,8 @@ class GradSync:
     def _vote_to_drop(self) -> None:
         """Tell the ranks that this one does not step on its reduced gradients, in case others do."""
         if self.state is StepState.COMMITTED:
-            self.counters.note_dropped_step()
+            if not self.counters.num_updates:  # else some of several optimizers have stepped, and the others may not
+                self.counters.note_dropped_step()
             self._vote(is_committing=False)
 
     def set_force_all_reduce(self, value: bool) -> None:

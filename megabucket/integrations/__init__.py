@@ -121,9 +121,9 @@ def wrapper_of(
 class FrameworkOptimizer(DistributedOptimizer):
     """A ``DistributedOptimizer`` whose ``clip_grad`` holds for one step: frameworks set it before each."""
 
-    def _step(self) -> None:
+    def _step(self, part: int | None = None) -> None:
         """Step as ``DistributedOptimizer`` does."""
         try:
-            super()._step()
+            super()._step(part)
         finally:
             self.clip_grad = 0.0

@@ -48,8 +48,8 @@ class TrainingProgram:
 
     model: torch.nn.Module
     """On its device, with its initial weights, not wrapped."""
-    optimizer: torch.optim.Optimizer
-    """Of any torch class, over parameters of ``model``."""
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+    """Of any torch class, over parameters of ``model``; or several that together have all of them."""
     losses: Callable[[torch.nn.Module], Iterator[torch.Tensor]]
     """Takes the wrapped model and yields the loss of one microbatch after the other, each ready for ``backward()``. Called
     again when it ends, so one epoch is enough."""

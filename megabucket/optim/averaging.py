@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any, Final, NamedTuple
@@ -99,9 +99,15 @@ def param_norms(optimizer: DistributedOptimizer) -> Iterator[dict[str, ParamNorm
     before = {piece.param: piece.values.clone() for piece in _weights(optimizer)}
     found: dict[str, ParamNorms] = {}
     last = optimizer.last_step
-    yield found
-    if optimizer.last_step is None or optimizer.last_step is last or not optimizer.last_step.updated:
-        return
+    exchange = optimizer.sharding.exchange
+    with nullcontext() if exchange is None else exchange.keeping_grads():
+        yield found
+        if optimizer.last_step is not None and optimizer.last_step is not last and optimizer.last_step.updated:
+            found |= _norms_of_step(optimizer, before)
+
+
+def _norms_of_step(optimizer: DistributedOptimizer, before: Mapping[str, torch.Tensor]) -> dict[str, ParamNorms]:
+    """Return the norms of a step that was taken, by parameter. Overwrites the values from before it."""
     ddp = optimizer.ddp
     names = list(ddp.param_names.values())
     device = ddp.param_and_grad_buffers[0].grad_data.device
@@ -121,7 +127,7 @@ def param_norms(optimizer: DistributedOptimizer) -> Iterator[dict[str, ParamNorm
                 of_group = squared_norms[rows].flatten()
                 handle = reduction.communicator.control.launch([AllReduce(of_group)], label="norms of each parameter")
                 squared_norms[rows] = handle.read(of_group).to(device).view(-1, 3)
-    found |= {name: ParamNorms(*norms) for name, norms in zip(names, squared_norms.sqrt().tolist(), strict=True)}
+    return {name: ParamNorms(*norms) for name, norms in zip(names, squared_norms.sqrt().tolist(), strict=True)}
 
 
 def _weights(optimizer: DistributedOptimizer) -> Iterator[StatePiece]:

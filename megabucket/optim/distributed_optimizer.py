@@ -7,7 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any, Final, Literal, Protocol, TypeVar, overload
@@ -24,10 +24,11 @@ from megabucket.errors import ConfigError, PhaseError, UnreducedGradientsError, 
 from megabucket.optim.kernels import find_kernels
 from megabucket.optim.norm import GlobalNorm, check_norm_settings, clip_by_norm
 from megabucket.optim.sharding import Sharding
-from megabucket.optim.state_dict import pack
+from megabucket.optim.state_dict import join, pack
 
 _Loss = TypeVar("_Loss")
 _grad: Final = attrgetter("grad")
+_shards: Final = attrgetter("shards")
 _load_grad: Final = methodcaller("load_grad")
 _LOSS_SCALE: Final = "loss scale"
 _SWITCHES: Final = ("train", "eval")
@@ -130,7 +131,7 @@ class DistributedOptimizer(SteppingForWrapper):
         """The given optimizers, over whole parameters."""
         self.ddp = ddp
         if len(given) == 1:
-            # Hooks of state are called with whole parameters, whichever of the two has them. Those of a step are called by each.
+            # Hooks of state are called with whole parameters, whichever of the two has them; those of a step by each.
             hooks = {name: own for name, own in vars(given[0]).items() if name.startswith("_optimizer_")}
             vars(self).update({name: own for name, own in hooks.items() if not name.startswith("_optimizer_step_")})
         self._is_sharded = ddp.policy.is_sharded
@@ -151,6 +152,9 @@ class DistributedOptimizer(SteppingForWrapper):
         self._changes: tuple[tuple[str, float], ...] = ()  # to the reduced gradients of one step
         self._has_loaded = False  # the gradients of the shards, for such a change
         self._changed_step = -1
+        self._stepped_parts: tuple[int, set[int]] = (-1, set())  # in which step given optimizers have stepped alone
+        self._skipped_step = -1
+        self._unscaled_step, self._skips_unscaled = -1, False  # the last answer to a loss scaler
         self._versions: list[int] = []  # of the 16-bit gradients that were widened for it
         self.answered: weakref.ref[torch.Tensor] | None = None
         """The ``found_inf`` of the last scaler call. The scaler keeps it until its ``update()``."""
@@ -290,6 +294,11 @@ class DistributedOptimizer(SteppingForWrapper):
             f"DistributedOptimizer on {kind} ({len(sharding.shards) - num_whole} flat tensors{whole} on this rank) of\n{inner}"
         )
 
+    @cached_property
+    def parts(self) -> tuple[OptimizerPart, ...]:
+        """The given optimizers, each to be stepped by itself: for a GAN, and for frameworks that step them one by one."""
+        return tuple(OptimizerPart(self, index) for index in range(len(self.torch_optimizers)))
+
     # A step #
 
     @overload  # type: ignore[override]
@@ -327,12 +336,16 @@ class DistributedOptimizer(SteppingForWrapper):
         self._step()
         return self.last_step if closure is None else value
 
-    def _step(self) -> None:
-        """Step without a closure and without torch's hooks."""
+    def _step(self, part: int | None = None) -> None:
+        """Step without a closure and without torch's hooks.
+
+        Args:
+            part: index of the given optimizer that steps; ``None``: all.
+        """
         sync = self.ddp.sync
-        self.prepare_step()
+        self.prepare_step(() if part is None else (("optimizer that steps alone", float(part)),))
         needs_norm = self._computes_norm or self.clip_grad > 0
-        measures_early = needs_norm and self._is_sharded and not self._changes
+        measures_early = needs_norm and self._is_sharded and not self._changes and part is None
         norms: list[torch.Tensor] = []
         # Where an update needs collectives, the other ranks go on after the agreement, even if this rank fails.
         with sync.failing_on_all_ranks("optimizer.step()", self._final_states):
@@ -346,11 +359,11 @@ class DistributedOptimizer(SteppingForWrapper):
                 with sync.failing_on_all_ranks("optimizer.step()", UPDATING):
                     if self.sharding.exchange is not None:
                         self.send_to_owners()
-                    norm = self.global_norm.of(norms if measures_early else self.norms_of()) if needs_norm else math.nan
+                    norm = self.global_norm.of(norms if measures_early else self.norms_of(part)) if needs_norm else math.nan
                     if needs_norm and not norm <= self.largest_norm:
                         self.skip(self.why_not(norm), norm=norm)
                     else:
-                        self.update(norm, max_norm=self.clip_grad)
+                        self.update(norm, max_norm=self.clip_grad, part=part)
 
     @property
     def _has_changed_grads(self) -> bool:
@@ -442,6 +455,7 @@ class DistributedOptimizer(SteppingForWrapper):
         """End the step without an update, as all ranks do."""
         if self.sharding.exchange is not None:
             self.sharding.exchange.drop()
+        self._skipped_step = self.ddp.sync.step
         self.ddp.sync.end_update()
         self.last_step = StepResult(updated=False, grad_norm=norm, reason=reason)
 
@@ -450,30 +464,38 @@ class DistributedOptimizer(SteppingForWrapper):
         if self.sharding.exchange is not None:
             self.sharding.exchange.launch_grads(are_widened=self._has_loaded)
 
-    def norms_of(self) -> list[torch.Tensor]:
-        """Return the norms of the gradients of this rank that count in the global norm."""
-        # Unless they were loaded to be changed, the buffers have the same values.
-        in_buffers = chain.from_iterable(self.sharding.counted_grads.values())
-        return list(map(self.global_norm.of_grad, self._counted() if self._has_loaded else in_buffers))
+    def norms_of(self, part: int | None = None) -> list[torch.Tensor]:
+        """Return the norms of the gradients of this rank that count in the global norm.
 
-    def update(self, norm: float, *, max_norm: float) -> None:
+        Args:
+            part: index of the given optimizer whose parameters are measured; ``None``: of all.
+        """
+        counted = [shard for shard in self.sharding.grad_shards if shard.counts]
+        if part is not None:
+            counted = [shard for shard in counted if self.sharding.is_of(shard, part)]
+        # Unless they were loaded to be changed, the buffers have the same values.
+        return [self.global_norm.of_grad(shard.grad if self._has_loaded else shard.buffer_grads) for shard in counted]
+
+    def update(self, norm: float, *, max_norm: float, part: int | None = None) -> None:
         """Clip, step on the shards and gather the parameters.
 
         Args:
             max_norm: 0 clips nothing.
+            part: index of the given optimizer that steps; ``None``: all.
         """
         sync, sharding, num_zeros = self.ddp.sync, self.sharding, None
+        updates = sharding.updates if part is None else sharding.updates[part : part + 1]
         skipped = sync.skipped if sharding.skips_some else ()
         if self._settings["returns_num_zeros"]:
             used = [shard for shard in sharding.grad_shards if shard.counts and shard.segment.params[0] not in skipped]
             num_zeros = self.global_norm.num_zeros((shard.grad for shard in used), numel=sum(shard.numel for shard in used))
         if sharding.exchange is not None:
             sharding.exchange.finish_grads()
-        grads = list(map(_grad if self._has_loaded else _load_grad, sharding.shards))
+        grads = list(map(_grad if self._has_loaded else _load_grad, chain.from_iterable(map(_shards, updates))))
         try:
             if max_norm > 0:
                 clip_by_norm(grads, norm=norm, max_norm=max_norm, scale=self._kernels.scale)
-            for update in sharding.updates:
+            for update in updates:
                 update.step(sharding.state, skipped=skipped)
         finally:
             sharding.store_values()
@@ -485,11 +507,36 @@ class DistributedOptimizer(SteppingForWrapper):
             for group in sync.groups:
                 group.mark_params_stale()
             self.ddp.start_param_sync()
-        sync.end_update()
+        if part is None or self._ends_step(part):
+            sync.end_update()
         # Without a norm of the whole model, one over some of its ranks was taken to find non-finite gradients.
         self.last_step = StepResult(
             updated=True, grad_norm=norm if self._has_norm else math.nan, reason="", num_zeros=num_zeros
         )
+
+    def _ends_step(self, part: int) -> bool:
+        """Note that a given optimizer has stepped alone; return whether all have, on the gradients of this step."""
+        step, before = self._stepped_parts
+        stepped = {part} | before if step == self.ddp.sync.step else {part}
+        self._stepped_parts = self.ddp.sync.step, stepped
+        return len(stepped) == len(self.torch_optimizers)
+
+    def step_part(self, part: int) -> StepResult | None:
+        """Step one of the given optimizers, on its own norm; the others may step on the same gradients after it.
+
+        Raises:
+            PhaseError: it has stepped on them.
+            MegabucketError: as ``step``.
+        """
+        sync, (step, stepped) = self.ddp.sync, self._stepped_parts
+        if sync.is_reduced and step == sync.step and part in stepped:
+            raise PhaseError(
+                f"{type(self.torch_optimizers[part]).__name__}.step() was called twice on the same gradients: no backward has "
+                "run since. Run backward and zero_grad() between two steps."
+            )
+        if not (sync.is_reduced and self._skipped_step == sync.step):  # else all ranks have skipped the step, for all parts
+            self._step(part)
+        return self.last_step
 
     def why_not(self, norm: float) -> str:
         """Return why no rank updates with this norm."""
@@ -631,7 +678,12 @@ class DistributedOptimizer(SteppingForWrapper):
         """Unscale for a torch scaler, which calls once for each dtype with the same ``found_inf``."""
         asked = self.scaled_with or self
         if asked.answered is None or asked.answered() is not found_inf:
-            if asked.unscale_grads(inv_scale, in_buffer=not self._is_sharded):  # in all-reduce mode torch's own result
+            # A scaler calls once for each optimizer as well, and those that step alone have their gradients in common.
+            is_part = len(self.torch_optimizers) > 1 and self.ddp.sync.is_reduced
+            if not (is_part and self._unscaled_step == self.ddp.sync.step):
+                self._skips_unscaled = asked.unscale_grads(inv_scale, in_buffer=not self._is_sharded)  # or torch's own result
+                self._unscaled_step = self.ddp.sync.step
+            if self._skips_unscaled:
                 found_inf.fill_(1.0)
             asked.answered = weakref.ref(found_inf)
 
@@ -661,9 +713,15 @@ class DistributedOptimizer(SteppingForWrapper):
             OptimizerParametersError: the state of a shard cannot be split by parameter.
             PeerFailedError: another rank has failed.
         """
+        return join(self.state_dicts())
+
+    @torch.inference_mode(False)
+    def state_dicts(self) -> list[dict[str, Any]]:
+        """Return the state of each given optimizer over whole parameters. Otherwise as ``state_dict``."""
         with self.ddp.sync.call("state_dict()"):
             self.sharding.settle("state_dict()")
-        return pack(self.torch_optimizers, self.sharding.whole_state())
+        whole = self.sharding.whole_state()
+        return [pack(optimizer, whole) for optimizer in self.torch_optimizers]
 
     @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -679,6 +737,77 @@ class DistributedOptimizer(SteppingForWrapper):
             PeerFailedError: another rank has failed.
         """
         self.sharding.load(state_dict)
+
+
+class OptimizerPart(SteppingForWrapper):
+    """One of the torch optimizers of a ``DistributedOptimizer``, to be stepped by itself.
+
+    A step reduces the gradients of the whole wrapper and updates the parameters of this optimizer, under their own norm. The
+    other optimizers may step on the same gradients, each once, before the next backward. ``zero_grad`` clears all gradients of
+    the wrapper.
+
+    Args:
+        whole: the optimizer that it is a part of.
+        index: its place in ``whole.torch_optimizers``.
+    """
+
+    _step_supports_amp_scaling = False
+    __reduce_ex__ = NO_COPIES
+
+    def __init__(self, whole: DistributedOptimizer, index: int) -> None:
+        self.whole, self.index = whole, index
+        self.given = whole.torch_optimizers[index]
+        super().__init__([{"params": []}], self.given.defaults)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the given optimizer, with the parameters of the module."""
+        return self.given.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        if groups:  # torch's constructor sets an empty list
+            self.given.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The state of this rank by parameter, of all optimizers."""
+        return self.whole.state
+
+    @state.setter
+    def state(self, values: Mapping[Any, Any]) -> None:
+        if values:  # torch's constructor sets an empty one
+            self.whole.state.update(values)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters that are in no group yet; they get shards at the next ``ddp.rebuild()``."""
+        if param_group["params"]:  # torch's constructor adds an empty one
+            self.given.add_param_group(param_group)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters of this optimizer. See ``DistributedOptimizer.step``."""
+        value = None
+        if closure is not None:
+            with torch.enable_grad():
+                value = closure()
+        with torch.inference_mode(False), torch.no_grad():
+            result = self.whole.step_part(self.index)
+        return result if closure is None else value
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients of the wrapped module."""
+        self.whole.zero_grad(set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the given optimizer over whole parameters. Collective; see ``DistributedOptimizer``."""
+        return self.whole.state_dicts()[self.index]
+
+    @torch.inference_mode(False)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a result of ``state_dict``. Collective; see ``DistributedOptimizer``."""
+        parts = self.whole.state_dicts()
+        parts[self.index] = state_dict
+        self.whole.sharding.load(None, parts=parts)
 
 
 def _number(value: float) -> torch.Tensor:

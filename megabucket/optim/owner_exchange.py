@@ -12,6 +12,7 @@ The memory of an exchange lives until it is over, the gradients of an owner unti
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 import torch
@@ -60,6 +61,7 @@ class OwnerExchange:
         self._progress, self._sync = ddp.communicator.progress, ddp.sync
         self._held, self._owned = held, owned
         self._on_way: list[_Launched] = []
+        self._keeps_grads = False
         self._groups: list[tuple[_ParamAndGradBucketGroup, list[_Bucket]]] = []
         held_of = {name: shard for shard in held for name in shard.segment.params}
         whole_of = {shard.name: shard for shard in owned}
@@ -113,8 +115,8 @@ class OwnerExchange:
     def return_values(self) -> None:
         """Send new values from the parameter buffer of their owner to all shards."""
         self._progress.enter(self._sync.step, VALUES_TO_SHARDS)
-        for shard in self._owned:
-            shard.receive(shard.buffer_grads[:0])
+        if not self._keeps_grads:
+            self._release_grads()
         for group, buckets in self._groups:
             calls = []
             for bucket in buckets:
@@ -125,6 +127,21 @@ class OwnerExchange:
             if bucket.held_values:
                 received = call.received.split([values.numel() for values in bucket.held_values])
                 torch._foreach_copy_(list(bucket.held_values), list(received))
+
+    @contextmanager
+    def keeping_grads(self) -> Iterator[None]:
+        """Let owners keep the gradients that they have stepped on until the block ends."""
+        self._keeps_grads = True
+        try:
+            yield
+        finally:
+            self._keeps_grads = False
+            self._release_grads()
+
+    def _release_grads(self) -> None:
+        for shard in self._owned:  # a slice without elements would keep the memory
+            shard.receive(shard.buffer_grads.new_empty(0))
+            shard.main.grad = None
 
     def drop(self) -> None:
         """Wait for the gradients on their way, which no rank needs."""

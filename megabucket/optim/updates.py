@@ -1,7 +1,7 @@
-"""The optimizers that a ``DistributedOptimizer`` was given, and their twins: of the same class and attributes, over other tensors.
+"""The optimizers that a ``DistributedOptimizer`` was given, and their twins over the tensors that this rank updates.
 
-A given optimizer keeps its groups, with whole parameters, and nothing in it is replaced. Its twin has groups and state of its
-own over the tensors that this rank updates. Before each step the twin takes over hyperparameters and attributes, and afterwards
+A given optimizer keeps its groups, with whole parameters, and nothing in it is replaced. Its twin, of the same class and
+attributes, has groups and state of its own. Before each step the twin takes over hyperparameters and attributes, and afterwards
 the given one gets back what the step has written to them (schedule-free optimizers count in their groups).
 """
 
@@ -194,7 +194,9 @@ def group_of_params(updates: Sequence[Update], ddp: DistributedDataParallel) -> 
     """
     names, params = ddp.param_names, set(ddp.module.parameters())
     group_of: dict[str, int] = {}
-    foreign, twice, in_several = [], [], []
+    foreign: list[str] = []
+    twice: list[str] = []
+    in_several: list[str] = []
     by_group = [(update, of_group) for update in updates for of_group in update.members.by_group()]
     for index, (update, group) in enumerate(by_group):
         for position, tensor in enumerate(group):

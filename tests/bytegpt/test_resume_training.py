@@ -144,7 +144,9 @@ def test_a_crashed_run_goes_on_bit_by_bit(run, log, tmp_path, is_sharded, dtype,
     assert report.summary["held_out_bits_after"] == log("whole")[-1]["held_out_bits_after"]
 
 
-@pytest.mark.parametrize("optimizer", [{"name": "sgd", "momentum": 0.9}, {"name": "adam", "weight_decay": 0.0}])
+@pytest.mark.parametrize(
+    "optimizer", [{"name": "sgd", "momentum": 0.9}, {"name": "adam", "weight_decay": 0.0}, {"name": "muon"}]
+)
 def test_with_every_optimizer(run, log, tmp_path, optimizer):
     run("whole", optimizer=optimizer)
 
@@ -330,7 +332,7 @@ def test_a_step_that_is_not_there_is_an_error_that_lists_those_that_are(run):
     [
         ({"train": {"microbatch_size": 3}}, r"microbatch_size \* train.num_microbatches \* ranks: 4 in the checkpoint, 6 now"),
         ({"train": {"seed": 1}}, "train.seed: 0 in the checkpoint, 1 now"),
-        ({"optimizer": {"lr": 0.5}}, "optimizer.lr: 0.01 in the checkpoint, 0.5 now"),
+        ({"optimizer": {"lr": 0.5, "muon_lr": 0.5}}, "optimizer.lr: 0.01 in the checkpoint, 0.5 now"),
         ({"data": {"held_out_every": 3}}, r"the corpus \(SHA-256\)"),
         ({"steps": 20}, "train.steps: 12 in the checkpoint, 20 now"),
     ],

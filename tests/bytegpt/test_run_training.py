@@ -48,6 +48,29 @@ def test_one_process_learns_without_a_launcher(tiny_run, tmp_path, mode):
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.parametrize("mode", ["all_reduce", "reduce_scatter"])
+def test_each_optimizer_has_its_own_learning_rate_on_one_schedule(tiny_run, monkeypatch, mode):
+    seen = []
+    for kind in (torch.optim.Muon, torch.optim.AdamW):
+        monkeypatch.setattr(kind, "step", noting_rates(kind.step, seen))
+    config = tiny_run(
+        ddp={"use_distributed_optimizer": mode == "reduce_scatter"},
+        optimizer={"name": "muon", "lr": 0.1, "muon_lr": 0.4, "warmup_steps": 2},
+    )
+
+    run_training(config, ALONE, progress=Progress())
+
+    assert seen == [("Muon", 0.2), ("AdamW", 0.05), ("Muon", 0.4), ("AdamW", 0.1), ("Muon", 0.4), ("AdamW", 0.1)]
+
+
+def noting_rates(step, seen):
+    def note_and_step(optimizer):
+        seen.append((type(optimizer).__name__, optimizer.param_groups[0]["lr"]))
+        return step.__wrapped__(optimizer)
+
+    return note_and_step
+
+
 def test_the_log_has_the_run_each_step_both_evaluations_and_the_summary(tiny_run, tmp_path):
     report = run_training(tiny_run(), ALONE, progress=Progress())
 

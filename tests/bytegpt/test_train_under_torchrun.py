@@ -122,6 +122,15 @@ def test_the_difference_to_torch_ddp_is_printed_under_the_tables(config_path, tm
     assert "largest weight difference: 0: all weights are equal" in result.stdout
 
 
+@pytest.mark.parametrize("mode", ["reduce_scatter", "all_reduce"])
+def test_muon_beside_adamw_ends_where_it_ends_under_torch_ddp(config_path, tmp_path, mode):
+    result = forked(tmp_path, "-c", str(config_path), f"mode={mode}", "--optimizer", "muon", "--compare", "torch-ddp")
+
+    assert result.returncode == 0, result.stderr
+    assert "compared with torch DDP + Muon + AdamW, float32 parameters" in result.stdout
+    assert "largest weight difference: 0: all weights are equal" in result.stdout
+
+
 # A thread of a group that outlives it may abort the process at exit, seldom enough to pass every other test.
 LIST_THREADS = """
 import os, sys

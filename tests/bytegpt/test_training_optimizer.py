@@ -6,11 +6,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.bytegpt.config import OptimizerConfig
-from examples.bytegpt.task import learning_rate, make_optimizer
+from examples.bytegpt.model import ByteGPT
+from examples.bytegpt.task import learning_rate, make_optimizers
+from megabucket.planning.model_config import GptConfig
 
 
 def params():
     return [torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(3))]
+
+
+def make_optimizer(config, params):
+    (optimizer,) = make_optimizers(config, {f"{index}": param for index, param in enumerate(params)})
+    return optimizer
 
 
 def test_only_parameters_with_two_dimensions_decay():
@@ -33,6 +40,27 @@ def test_a_group_that_would_be_empty_is_left_out():
     matrix, _ = params()
 
     assert len(make_optimizer(OptimizerConfig(weight_decay=0.1), [matrix]).param_groups) == 1
+
+
+def test_muon_gets_the_matrices_of_the_blocks_and_adamw_the_rest():
+    model = ByteGPT(
+        GptConfig(
+            kind="gpt", vocab_size=32, num_layers=2, hidden_size=8, num_heads=2, sequence_length=4, tied_embeddings=False
+        ),
+        seed=0,
+    )
+    names = {param: name for name, param in model.named_parameters()}
+
+    muon, adamw = make_optimizers(OptimizerConfig(name="muon", lr=0.1, muon_lr=0.2), dict(model.named_parameters()))
+
+    matrices = [names[param] for group in muon.param_groups for param in group["params"]]
+    rest = [names[param] for group in adamw.param_groups for param in group["params"]]
+    assert (type(muon), type(adamw)) == (torch.optim.Muon, torch.optim.AdamW)
+    assert len(matrices) == 2 * 4  # qkv, projection, up and down of each block
+    assert all(name.startswith("blocks.") and name.endswith(".weight") and "norm" not in name for name in matrices)
+    assert {"token_embedding.weight", "position_embedding.weight", "head.weight", "final_norm.weight"} < set(rest)
+    assert sorted(matrices + rest) == sorted(names.values())
+    assert (muon.param_groups[0]["lr"], adamw.param_groups[0]["lr"]) == (0.2, 0.1)
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -24,6 +24,7 @@ def test_numbers_may_be_written_as_yaml_reads_them():
         (OptimizerConfig, {"final_lr_fraction": 1.5}),
         (OptimizerConfig, {"warmup_steps": -1}),
         (OptimizerConfig, {"name": "adamww"}),
+        (OptimizerConfig, {"muon_lr": 0}),
         (OptimizerConfig, {"learning_rate": 0.1}),
         (DataConfig, {"held_out_every": 1}),
         (DataConfig, {"corpus": ""}),

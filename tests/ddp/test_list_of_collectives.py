@@ -214,7 +214,7 @@ def pipeline():
 class TrainEval(torch.optim.SGD):
     """As schedule-free optimizers: weights are switched between training and evaluation."""
 
-    is_elementwise = True
+    update_kind = "elementwise"
 
     def __init__(self, params, lr):
         super().__init__(params, lr=lr)

@@ -1,6 +1,7 @@
 """Averages of the weights and parameter groups by name, around the step."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -41,10 +42,13 @@ def plain_average(steps=STEPS):
 
 
 class Rank:
-    def __init__(self, communicator, initial, **fields):
+    def __init__(self, communicator, initial, *, is_whole=False, **fields):
         config = mb.DistributedDataParallelConfig(bucket_size=20, **fields)
         self.ddp = mb.DistributedDataParallel(copy.deepcopy(initial), config, communicator=communicator)
-        self.optimizer = mb.DistributedOptimizer(torch.optim.AdamW(self.ddp.parameters(), lr=0.05), self.ddp)
+        inner = torch.optim.AdamW(self.ddp.parameters(), lr=0.05)
+        if is_whole:
+            inner.update_kind = "tensor"
+        self.optimizer = mb.DistributedOptimizer(inner, self.ddp)
         self.average = mb.ShardedEMA(self.optimizer, decay=DECAY)
         self.of_torch = AveragedModel(self.ddp.module, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
         self.rows = slice(communicator.rank * 4 // communicator.size, (communicator.rank + 1) * 4 // communicator.size)
@@ -195,7 +199,9 @@ def plain_norms(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("fields", GATHERS.values(), ids=GATHERS)
+@pytest.mark.parametrize(
+    "fields", [*GATHERS.values(), {"use_distributed_optimizer": True, "is_whole": True}], ids=[*GATHERS, "updated at owners"]
+)
 def test_norms_of_each_parameter_are_those_of_plain_torch(size, fields, dtype):
     world, initial = LoopbackWorld(size, timeout_s=20), net().to(dtype)
 
@@ -244,6 +250,21 @@ def test_norms_over_replicas_and_several_groups_are_those_of_plain_torch():
 
     assert all(norms == found[0] for norms in found)
     assert {name: pytest.approx(norms, rel=1e-5) for name, norms in expected.items()} == found[0]
+
+
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_an_owner_keeps_no_gradients_between_steps(is_measured):
+    def program(one):
+        one.ddp(data(0)).square().mean().backward()
+        with mb.param_norms(one.optimizer) if is_measured else nullcontext():
+            one.optimizer.step()
+        owned = one.optimizer.sharding.whole_shards
+        assert all(shard.main.grad is None for shard in owned)
+        return [shard.grad.untyped_storage().nbytes() for shard in owned]
+
+    found = run_ranks(2, program, use_distributed_optimizer=True, is_whole=True)
+
+    assert [set(of_rank) for of_rank in found] == [{0}, {0}]
 
 
 def test_a_step_that_is_skipped_has_no_norms():
