@@ -24,6 +24,7 @@ from megabucket.errors import ConfigError, PhaseError, UnreducedGradientsError, 
 from megabucket.optim.kernels import find_kernels
 from megabucket.optim.norm import GlobalNorm, check_norm_settings, clip_by_norm
 from megabucket.optim.sharding import Sharding
+from megabucket.optim.shards import GradShard
 from megabucket.optim.state_dict import pack, part_of, with_part
 
 _Loss = TypeVar("_Loss")
@@ -473,8 +474,12 @@ class DistributedOptimizer(SteppingForWrapper):
         counted = [shard for shard in self.sharding.grad_shards if shard.counts]
         if part is not None:
             counted = [shard for shard in counted if self.sharding.is_of(shard, part)]
-        # Unless they were loaded to be changed, the buffers have the same values.
-        return [self.global_norm.of_grad(shard.grad if self._has_loaded else shard.buffer_grads) for shard in counted]
+        return list(map(self.global_norm.of_grad, map(self._reduced, counted)))
+
+    def _reduced(self, shard: GradShard) -> torch.Tensor:
+        """Return a reduced gradient with the changes made to it, before it is clipped: 1D."""
+        # Unless it was loaded to be changed, the buffer has the same values.
+        return shard.flat_grad if self._has_loaded else shard.buffer_grads
 
     def update(self, norm: float, *, max_norm: float, part: int | None = None) -> None:
         """Clip, step on the shards and gather the parameters.
@@ -488,7 +493,7 @@ class DistributedOptimizer(SteppingForWrapper):
         skipped = sync.skipped if sharding.skips_some else ()
         if self._settings["returns_num_zeros"]:
             used = [shard for shard in sharding.grad_shards if shard.counts and shard.segment.params[0] not in skipped]
-            num_zeros = self.global_norm.num_zeros((shard.grad for shard in used), numel=sum(shard.numel for shard in used))
+            num_zeros = self.global_norm.num_zeros(map(self._reduced, used), numel=sum(shard.numel for shard in used))
         if sharding.exchange is not None:
             sharding.exchange.finish_grads()
         grads = list(map(_grad if self._has_loaded else _load_grad, chain.from_iterable(map(_shards, updates))))
@@ -509,6 +514,8 @@ class DistributedOptimizer(SteppingForWrapper):
             self.ddp.start_param_sync()
         if part is None or self._ends_step(part):
             sync.end_update()
+            if sharding.exchange is not None:
+                sharding.exchange.forget_widened()
         # Without a norm of the whole model, one over some of its ranks was taken to find non-finite gradients.
         self.last_step = StepResult(
             updated=True, grad_norm=norm if self._has_norm else math.nan, reason="", num_zeros=num_zeros
@@ -665,7 +672,7 @@ class DistributedOptimizer(SteppingForWrapper):
 
     def _counted(self) -> list[torch.Tensor]:
         """Return the loaded gradients that count in the norm."""
-        return [shard.grad for shard in self.sharding.grad_shards if shard.counts]
+        return [shard.flat_grad for shard in self.sharding.grad_shards if shard.counts]
 
     def _check_nothing_is_lost(self) -> None:
         if self._versions != self._versions_of_widened():
