@@ -560,7 +560,6 @@ class _OptimizerLoad:
             state[entry.key] = value
         return state
 
-
     def _whole_entry(self, name: str, param: torch.Tensor, of: str, dtype: torch.dtype) -> torch.Tensor:
         """Request a tensor of any shape in the state of a whole parameter and return it, on the device of the parameter."""
         stored = self.pending.want_stored(name)

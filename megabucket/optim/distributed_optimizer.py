@@ -25,7 +25,7 @@ from megabucket.optim.kernels import find_kernels
 from megabucket.optim.norm import GlobalNorm, check_norm_settings, clip_by_norm
 from megabucket.optim.sharding import Sharding
 from megabucket.optim.shards import GradShard
-from megabucket.optim.state_dict import pack, part_of, with_part
+from megabucket.optim.state_dict import join, pack
 
 _Loss = TypeVar("_Loss")
 _grad: Final = attrgetter("grad")
@@ -132,7 +132,7 @@ class DistributedOptimizer(SteppingForWrapper):
         """The given optimizers, over whole parameters."""
         self.ddp = ddp
         if len(given) == 1:
-            # Hooks of state are called with whole parameters, whichever of the two has them. Those of a step are called by each.
+            # Hooks of state are called with whole parameters, whichever of the two has them; those of a step by each.
             hooks = {name: own for name, own in vars(given[0]).items() if name.startswith("_optimizer_")}
             vars(self).update({name: own for name, own in hooks.items() if not name.startswith("_optimizer_step_")})
         self._is_sharded = ddp.policy.is_sharded
@@ -259,8 +259,8 @@ class DistributedOptimizer(SteppingForWrapper):
         """Return attributes that only a given optimizer has, such as ``train`` and ``eval`` of schedule-free ones."""
         if name in ("torch_optimizers", "sharding"):
             raise AttributeError(name)
-        having = next((one for one in self.torch_optimizers if hasattr(one, name)), self.torch_optimizers[0])
-        found = getattr(having, name)
+        having = [one for one in self.torch_optimizers if getattr(one, name, None) is not None]
+        found = getattr((having or self.torch_optimizers)[0], name)
         return partial(self._switch_weights, name) if name in _SWITCHES else found
 
     @torch.inference_mode(False)
@@ -272,7 +272,7 @@ class DistributedOptimizer(SteppingForWrapper):
             PhaseError: a step is open, or the optimizer is not the current one.
             PeerFailedError: another rank has failed.
         """
-        of_mode = [one for one in self.torch_optimizers if hasattr(one, name)]
+        of_mode = [one for one in self.torch_optimizers if getattr(one, name, None) is not None]
         if all(group.get("train_mode") is (name == "train") for one in of_mode for group in one.param_groups):
             return  # frameworks call this before each forward
         with self.ddp.sync.call(f"{name}()") as call:
@@ -720,9 +720,23 @@ class DistributedOptimizer(SteppingForWrapper):
             OptimizerParametersError: the state of a shard cannot be split by parameter.
             PeerFailedError: another rank has failed.
         """
+        if len(self.torch_optimizers) == 1:
+            return self.state_dicts()[0]
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        joined = join(self.state_dicts())
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, joined)
+            joined = joined if changed is None else changed
+        return joined
+
+    @torch.inference_mode(False)
+    def state_dicts(self) -> list[dict[str, Any]]:
+        """Return the state of each given optimizer over whole parameters. Otherwise as ``state_dict``."""
         with self.ddp.sync.call("state_dict()"):
             self.sharding.settle("state_dict()")
-        return pack(self.torch_optimizers, self.sharding.whole_state())
+        whole = self.sharding.whole_state()
+        return [pack(optimizer, whole) for optimizer in self.torch_optimizers]
 
     @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -737,7 +751,15 @@ class DistributedOptimizer(SteppingForWrapper):
             LayoutMismatchError: ranks load different state.
             PeerFailedError: another rank has failed.
         """
+        if len(self.torch_optimizers) == 1:
+            self.sharding.load(state_dict)
+            return
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         self.sharding.load(state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
 
 class OptimizerPart(SteppingForWrapper):
@@ -801,11 +823,14 @@ class OptimizerPart(SteppingForWrapper):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the given optimizer over whole parameters. Collective; see ``DistributedOptimizer``."""
-        return part_of(self.whole.state_dict(), self.whole.torch_optimizers, self.index)
+        return self.whole.state_dicts()[self.index]
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a result of ``state_dict``. Collective; see ``DistributedOptimizer``."""
-        self.whole.load_state_dict(with_part(self.whole.state_dict(), self.whole.torch_optimizers, self.index, state_dict))
+        parts = self.whole.state_dicts()
+        parts[self.index] = state_dict
+        self.whole.sharding.load(None, parts=parts)
 
 
 def _number(value: float) -> torch.Tensor:

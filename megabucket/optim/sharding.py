@@ -49,6 +49,7 @@ from megabucket.optim.state_dict import (
     describe_shards,
     is_per_element,
     set_groups,
+    split,
     state_pieces,
     unpack,
     unshard,
@@ -85,7 +86,7 @@ class Sharding:
         self._ddp = ddp
         self._unscale = unscale
         self._is_sharded = ddp.policy.is_sharded
-        self.updates = [Update(optimizer) for optimizer in optimizers]
+        self.updates = [Update(optimizer, rank=ddp.communicator.rank) for optimizer in optimizers]
         self.state = ParamState(self)
         # For parameters without a shard, beside the optimizer's own state: see WholeState.
         self._main_values: dict[torch.Tensor, torch.Tensor] = {}
@@ -209,12 +210,12 @@ class Sharding:
         whole = self._whole_names(group_of)
         owner_of = self._plan_owners(whole)
         flat = {name: group for name, group in group_of.items() if name not in whole}
-        for buffer, rank in self._buffers_and_ranks():
+        for buffer in self._ddp.param_and_grad_buffers:
             made: list[MainShard] = [
                 MainShard(segment, buffer, counts=counts) for segment, counts in self._segments(buffer, flat, signature_of)
             ]
             for name, place in buffer.layout.params.items():
-                is_owned = owner_of.get(name) == rank
+                is_owned = owner_of.get(name) == self._rank_in(buffer)
                 if name in whole and place.numel and (is_owned or name not in owner_of):
                     segment = Segment(group_of[name], Span(place.start, place.stop), (name,))
                     made.append(WholeShard(segment, buffer, counts=self._counts(name), is_received=is_owned))
@@ -228,11 +229,9 @@ class Sharding:
         layouts = [buffer.layout for buffer in self._ddp.param_and_grad_buffers if buffer.layout.num_shards > 1]
         return plan_owners(ModelLayout(tuple(layouts)), whole).owner_of
 
-    def _buffers_and_ranks(self) -> Iterator[tuple[ParamAndGradBuffer, int]]:
-        """Yield the buffers, with the rank of this process in their reduction groups."""
-        by_name = self._ddp.ranks.by_name
-        for buffer in self._ddp.param_and_grad_buffers:
-            yield buffer, by_name[buffer.layout.key.group].communicator.rank
+    def _rank_in(self, buffer: ParamAndGradBuffer) -> int:
+        """Return the rank of this process in the reduction group of a buffer."""
+        return self._ddp.ranks.by_name[buffer.layout.key.group].communicator.rank
 
     def _segments(
         self, buffer: ParamAndGradBuffer, group_of: Mapping[str, int], signature_of: Mapping[str, Hashable]
@@ -242,8 +241,8 @@ class Sharding:
         signatures = {
             name: (self._counts(name), signature_of.get(name), name if self._may_skip(name) else "") for name in buffer.params
         }
-        rank = self._ddp.ranks.by_name[buffer.layout.key.group].communicator.rank
-        for segment in plan_segments(buffer.layout, group_of, rank=rank, is_sharded=self._is_sharded, signature_of=signatures):
+        rank, is_sharded = self._rank_in(buffer), self._is_sharded
+        for segment in plan_segments(buffer.layout, group_of, rank=rank, is_sharded=is_sharded, signature_of=signatures):
             yield segment, self._counts(segment.params[0])
 
     def _counts(self, name: str) -> bool:
@@ -298,7 +297,7 @@ class Sharding:
         owned = [shard for shard in shards if isinstance(shard, WholeShard) and shard.is_received]
         self._held = [
             GradShard(segment, buffer, counts=counts)
-            for buffer, _ in self._buffers_and_ranks()
+            for buffer in self._ddp.param_and_grad_buffers
             for segment, counts in self._segments(buffer, {name: self._group_of[name] for name in self.owner_of}, {})
         ]
         self.exchange = OwnerExchange(self._ddp, self.owner_of, self._held, owned) if self.owner_of else None
@@ -530,11 +529,14 @@ class Sharding:
             {**found.dtypes, **kept.dtypes},
         )
 
-    def load(self, state_dict: Mapping[str, Any]) -> None:
+    def load(self, state_dict: Any, *, parts: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Load the state of whole parameters, main values and hyperparameters. A collective call.
 
         Main values are loaded without comparing them to the weights. Where a ``state_dict`` of this library has none they are
         the weights; with one of plain torch the current ones stay.
+
+        Args:
+            parts: the state dict of each given optimizer, in place of one of all together.
 
         Raises:
             CheckpointMismatchError: the state does not fit. As with all other errors, nothing was changed.
@@ -545,8 +547,10 @@ class Sharding:
         with self._ddp.sync.call("load_state_dict()") as call:
             self.settle("load_state_dict()")
             names: dict[torch.Tensor, str] = {param: name for name, param in self._ddp.module.named_parameters()}
-            optimizers = [update.given for update in self.updates]
-            whole, groups = unpack(optimizers, names, self.uncut, state_dict)
+            given = [update.given for update in self.updates]
+            states = split(state_dict, given) if parts is None else parts
+            of_each = [unpack(*one, names, uncut=self.uncut) for one in zip(given, states, strict=True)]
+            whole, groups = WholeState.of_all([one for one, _ in of_each]), list(chain.from_iterable(of for _, of in of_each))
             # The layout is the same, so this rank holds the same range of each parameter.
             cut = self._cut(whole, held={piece.param: piece.values for piece in self.state_pieces() if piece.key is MAIN})
             sums = _checksums(whole, self._ddp.param_names)

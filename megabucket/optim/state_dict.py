@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -47,6 +48,8 @@ NUMBERS_OF: Final[Mapping[type[torch.optim.Optimizer], frozenset[str]]] = Mappin
 _SENDABLE: Final = frozenset({torch.Tensor, torch.nn.Parameter, int, float, complex, bool, str, bytes, type(None)})
 """Types in the state of a whole parameter that other ranks can make again."""
 
+_fields: Final = attrgetter("values", "main_values", "dtypes")
+
 KNOWN_NUMBERS: Final = frozenset[str]().union(*NUMBERS_OF.values())
 """All of them. For a scalar parameter the shape of a value does not show whether it is one per element."""
 
@@ -67,6 +70,11 @@ class WholeState:
     """Full-precision values of 16-bit parameters before rounding, in their shape."""
     dtypes: Mapping[torch.Tensor, torch.dtype] = field(default_factory=dict)
     """The dtype of computation if it is not the parameter's. State of this dtype has the dtype of the main parameter."""
+
+    @classmethod
+    def of_all(cls, parts: Sequence[WholeState]) -> WholeState:
+        """Return the state of several optimizers together."""
+        return cls(*(dict(chain.from_iterable(one.items() for one in kind)) for kind in zip(*map(_fields, parts), strict=True)))
 
     def of(self, param: torch.Tensor) -> Mapping[str, Any]:
         """Return the state of one parameter; empty before its first step."""
@@ -433,7 +441,7 @@ def _of_owners(
     state: Mapping[torch.Tensor, Mapping[str, Any]],
     holder: ShardHolder,
 ) -> Iterator[tuple[torch.Tensor, tuple[dict[str, Any], torch.Tensor | None]]]:
-    """Yield the parameters of one buffer that are updated whole, with their state and main values. Owners send them as bytes."""
+    """Yield the parameters of one buffer that are updated whole, with their state and main values, which owners send."""
     whole = {shard.name: shard for shard in shards if isinstance(shard, WholeShard) and shard.buffer is buffer}
     communicator = holder.communicator(buffer)
     for name in [name for name in buffer.params if name in whole or name in holder.owner_of]:
@@ -450,13 +458,12 @@ def _of_owners(
 
 def _from_owner(communicator: Communicator, payload: bytes, owner: int, device: torch.device) -> bytes:
     """Return the payload of one rank, of any length, on all ranks."""
-    size = torch.tensor([len(payload)], device=device)
-    communicator.launch([Broadcast(size, owner)], label="size of optimizer state").wait()
-    whole = torch.empty(int(size), dtype=torch.uint8, device=device)
+    size = torch.tensor([len(payload)], dtype=torch.int64, device=device)
+    handle = communicator.launch([Broadcast(size, owner)], label="size of optimizer state")
+    whole = torch.empty(int(handle.read(size)), dtype=torch.uint8, device=device)
     if communicator.rank == owner:
         whole.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-    communicator.launch([Broadcast(whole, owner)], label="optimizer state of an owner").wait()
-    return whole.cpu().numpy().tobytes()
+    return communicator.launch([Broadcast(whole, owner)], label="state at an owner").read(whole).numpy().tobytes()
 
 
 def _place(storage: Any, location: str, *, device: torch.device) -> Any:
@@ -604,15 +611,17 @@ OWN_KEY: Final = "megabucket"
 _COMPUTED_IN: Final = "computed_in"
 _SOURCE: Final = "the dict given to load_state_dict()"
 
-Members = Sequence[Sequence[torch.Tensor]]
-"""The parameters of each group."""
 
-
-def pack(optimizers: Sequence[torch.optim.Optimizer], whole: WholeState) -> dict[str, Any]:
-    """Return ``optimizer.state_dict()`` as if it held whole parameters; of several, as if their groups were those of one."""
-    state = defaultdict(dict, {key: value for key, value in whole.values.items() if value or not isinstance(key, torch.Tensor)})
-    members = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
-    index_of = {param: index for index, param in enumerate(chain.from_iterable(members))}
+def pack(optimizer: torch.optim.Optimizer, whole: WholeState) -> dict[str, Any]:
+    """Return ``optimizer.state_dict()`` as if it held whole parameters."""
+    groups = []
+    for group in optimizer.param_groups:
+        # Learning rates can be tensors, which change later.
+        own = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+        groups.append({**own, "params": list(group["params"])})
+    index_of = {param: index for index, param in enumerate(chain.from_iterable(group["params"] for group in groups))}
+    held = ((key, of) for key, of in whole.values.items() if key in index_of or not isinstance(key, torch.Tensor))
+    state = defaultdict(dict, {key: of for key, of in held if of or not isinstance(key, torch.Tensor)})
     for param, main in whole.main_values.items():
         # Torch takes every entry for the state of a step, before which main values are the weights.
         if param in index_of and (param in state or not main.equal(param.to(main.dtype))):
@@ -620,73 +629,60 @@ def pack(optimizers: Sequence[torch.optim.Optimizer], whole: WholeState) -> dict
     if any(of.keys() == {MAIN_PARAM} for key, of in state.items() if isinstance(key, torch.Tensor)):
         for param in index_of:  # the optimizer has no state of its own; torch's loading misses parameters without an entry
             state.setdefault(param, {})
-    packed: dict[str, Any] = {"state": {}, "param_groups": []}
-    first = 0
-    for optimizer in optimizers:
-        groups = []
-        for group in optimizer.param_groups:
-            # Learning rates can be tensors, which change later.
-            own = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
-            groups.append({**own, "params": list(group["params"])})
-        params = list(chain.from_iterable(group["params"] for group in groups))
-        known = set(params)
-        of_this = {key: value for key, value in state.items() if key in known or not isinstance(key, torch.Tensor)}
-        one: dict[str, Any] = shell_of(optimizer, groups, defaultdict(dict, of_this)).state_dict()
-        if len(optimizers) == 1:
-            packed = one
-            break
-        for group in one["param_groups"]:
-            group["params"] = [index + first for index in group["params"]]
-        packed["param_groups"] += one["param_groups"]
-        packed["state"] |= {key + first if isinstance(key, int) else key: value for key, value in one["state"].items()}
-        first += len(params)
+    packed: dict[str, Any] = shell_of(optimizer, groups, state).state_dict()
     packed[OWN_KEY] = {
         _COMPUTED_IN: {index: dtype_name(whole.dtypes.get(param, param.dtype)) for param, index in index_of.items()}
     }
     return packed
 
 
-def part_of(packed: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer], index: int) -> dict[str, Any]:
-    """Return the state dict of one optimizer, from that of several."""
-    first = sum(len(optimizer.param_groups) for optimizer in optimizers[:index])
-    groups = packed["param_groups"][first : first + len(optimizers[index].param_groups)]
-    place = {key: new for new, key in enumerate(chain.from_iterable(group["params"] for group in groups))}
-    computed_in = {place[key]: name for key, name in packed[OWN_KEY][_COMPUTED_IN].items() if key in place}
-    return {
-        "state": {place[key]: of for key, of in packed["state"].items() if key in place},
-        "param_groups": [{**group, "params": [place[key] for key in group["params"]]} for group in groups],
-        OWN_KEY: {_COMPUTED_IN: computed_in},
-    }
+def join(packed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state dicts of several optimizers as that of one with all of their groups; of one, its own."""
+    joined: dict[str, Any] = {**packed[0]}
+    for one in packed[1:]:
+        first = sum(len(group["params"]) for group in joined["param_groups"])
+        groups = [{**group, "params": [index + first for index in group["params"]]} for group in one["param_groups"]]
+        state = {index + first if isinstance(index, int) else index: of for index, of in one["state"].items()}
+        computed_in = {index + first: name for index, name in one[OWN_KEY][_COMPUTED_IN].items()}
+        joined["param_groups"] = [*joined["param_groups"], *groups]
+        joined["state"] = {**joined["state"], **state}
+        joined[OWN_KEY] = {_COMPUTED_IN: {**joined[OWN_KEY][_COMPUTED_IN], **computed_in}}
+    return joined
 
 
-def with_part(
-    packed: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer], index: int, part: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the state dict of several optimizers with another state of one of them."""
-    own = part_of(packed, optimizers, index)
-    _refuse(_group_problems([group["params"] for group in own["param_groups"]], part))
-    first = sum(len(optimizer.param_groups) for optimizer in optimizers[:index])
-    groups = [*packed["param_groups"]]
-    old = list(chain.from_iterable(group["params"] for group in groups[first : first + len(own["param_groups"])]))
-    new = list(chain.from_iterable(group["params"] for group in part["param_groups"]))
-    place = dict(zip(new, old, strict=True))
-    for offset, group in enumerate(part["param_groups"]):
-        groups[first + offset] = {**group, "params": [place[key] for key in group["params"]]}
-    state = {key: of for key, of in packed["state"].items() if key not in set(old)}
-    state |= {place.get(key, key): of for key, of in part["state"].items()}
-    named = (part.get(OWN_KEY) or {}).get(_COMPUTED_IN, {})
-    computed_in = {**packed[OWN_KEY][_COMPUTED_IN]}
-    for position, key in enumerate(old):
-        del computed_in[key]  # that of plain torch does not say
-        computed_in |= {key: named[position]} if position in named else {}
-    return {**packed, "state": state, "param_groups": groups, OWN_KEY: {_COMPUTED_IN: computed_in}}
+def split(state_dict: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> list[Mapping[str, Any]]:
+    """Return the parts of a state dict, of ``join`` or of one torch optimizer with all groups, for each of several optimizers.
+
+    Raises:
+        CheckpointMismatchError: it is of an optimizer over other parameters; the text names all differences.
+    """
+    _refuse(_group_problems([group for optimizer in optimizers for group in optimizer.param_groups], state_dict))
+    if len(optimizers) == 1:
+        return [state_dict]
+    found: list[Mapping[str, Any]] = []
+    groups, first = list(state_dict["param_groups"]), 0
+    every = set(chain.from_iterable(group["params"] for group in groups))
+    for optimizer in optimizers:
+        own, groups = groups[: len(optimizer.param_groups)], groups[len(optimizer.param_groups) :]
+        keys = set(chain.from_iterable(group["params"] for group in own))  # indices, or names
+        state = {key: of for key, of in state_dict["state"].items() if key in keys or key not in every}
+        part = {**state_dict, "param_groups": own, "state": state}
+        computed_in = (state_dict.get(OWN_KEY) or {}).get(_COMPUTED_IN, {})
+        if OWN_KEY in state_dict:
+            part[OWN_KEY] = {
+                _COMPUTED_IN: {at - first: name for at, name in computed_in.items() if 0 <= at - first < len(keys)}
+            }
+        found.append(part)
+        first += len(keys)
+    return found
 
 
 def unpack(
-    optimizers: Sequence[torch.optim.Optimizer],
-    names: Mapping[torch.Tensor, str],
-    uncut: Collection[torch.Tensor],
+    optimizer: torch.optim.Optimizer,
     state_dict: Mapping[str, Any],
+    names: Mapping[torch.Tensor, str],
+    *,
+    uncut: Collection[torch.Tensor] = (),
 ) -> tuple[WholeState, list[dict[str, Any]]]:
     """Return the state in a ``state_dict`` of this library or of plain torch, and the hyperparameters by group.
 
@@ -697,22 +693,21 @@ def unpack(
     Raises:
         CheckpointMismatchError: it is of an optimizer over other parameters; the text names all differences.
     """
-    members = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
-    _refuse(_group_problems(members, state_dict))
+    _refuse(_group_problems(optimizer.param_groups, state_dict))
+    # Torch converts floating state to the dtype of the parameter, which for 16-bit ones is not the dtype of computation. It
+    # does not convert the state of integer "parameters"; these stand-ins have no memory.
+    byte = torch.zeros(1, dtype=torch.int8, device="cpu")
+    stand_ins = [[byte.to(p.device).expand(p.shape or (1,)) for p in group["params"]] for group in optimizer.param_groups]
+    groups = [{**group, "params": of_group} for group, of_group in zip(optimizer.param_groups, stand_ins, strict=True)]
+    shell = shell_of(optimizer, groups, defaultdict(dict))
     saved = {key: dict(of) if isinstance(of, Mapping) else of for key, of in state_dict["state"].items()}
     main_at = {key: of.pop(MAIN_PARAM) for key, of in saved.items() if isinstance(of, dict) and MAIN_PARAM in of}
-    param_at = dict(enumerate(chain.from_iterable(members)))
-    keys = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))  # indices, or names
-    values: dict[Any, Any] = {}
-    hyperparameters: list[dict[str, Any]] = []
-    for optimizer in optimizers:
-        there = state_dict["param_groups"][len(hyperparameters) :][: len(optimizer.param_groups)]
-        known = set(chain.from_iterable(group["params"] for group in there))
-        state = {key: of for key, of in saved.items() if of != {} and (key in known or key not in keys)}
-        of_this, groups = _unpack_one(optimizer, {**state_dict, "state": state, "param_groups": there})
-        values |= of_this
-        hyperparameters += groups
+    shell.load_state_dict({**state_dict, "state": {key: of for key, of in saved.items() if of != {}}})
+    param_at = dict(enumerate(chain.from_iterable(group["params"] for group in optimizer.param_groups)))
+    param_of = dict(zip(chain.from_iterable(stand_ins), param_at.values(), strict=True))
+    values = {param_of.get(key, key): value for key, value in shell.state.items()}
     own = state_dict.get(OWN_KEY) or {}
+    keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])  # indices, or names
     mains = {param: main_at[key].to(param.device) for key, param in zip(keys, param_at.values(), strict=True) if key in main_at}
     _refuse(_shape_problems({key: of for key, of in values.items() if key not in uncut}, mains, names))
     computed_in = {param_at[index]: dtype_named(name) for index, name in own.get(_COMPUTED_IN, {}).items() if index in param_at}
@@ -726,22 +721,8 @@ def unpack(
             values[param] = {
                 key: value if key in KNOWN_NUMBERS else _map_tensors(follow, value) for key, value in values[param].items()
             }
+    hyperparameters = [{key: value for key, value in group.items() if key != "params"} for group in shell.param_groups]
     return WholeState(values, mains, dtypes), hyperparameters
-
-
-def _unpack_one(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
-    """Return the state and the hyperparameters that one optimizer would load."""
-    # Torch converts floating state to the dtype of the parameter, which for 16-bit ones is not the dtype of computation. It
-    # does not convert the state of integer "parameters"; these stand-ins have no memory.
-    byte = torch.zeros(1, dtype=torch.int8, device="cpu")
-    stand_ins = [[byte.to(p.device).expand(p.shape or (1,)) for p in group["params"]] for group in optimizer.param_groups]
-    groups = [{**group, "params": of_group} for group, of_group in zip(optimizer.param_groups, stand_ins, strict=True)]
-    shell = shell_of(optimizer, groups, defaultdict(dict))
-    shell.load_state_dict(state_dict)
-    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    param_of = dict(zip(chain.from_iterable(stand_ins), params, strict=True))
-    values = {param_of.get(key, key): value for key, value in shell.state.items()}
-    return values, [{key: value for key, value in group.items() if key != "params"} for group in shell.param_groups]
 
 
 def set_groups(param_groups: Sequence[dict[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -769,16 +750,16 @@ def _follow(
     return value.to(dtype) if follows else value
 
 
-def _group_problems(members: Members, state_dict: Any) -> list[str]:
+def _group_problems(own_groups: Sequence[Mapping[str, Any]], state_dict: Any) -> list[str]:
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         return [f"it is not a state_dict of an optimizer ({type(state_dict).__name__} without 'state' and 'param_groups')"]
     groups = state_dict["param_groups"]
-    if len(groups) != len(members):
-        return [f"it has {len(groups)} parameter groups, the optimizer has {len(members)}"]
+    if len(groups) != len(own_groups):
+        return [f"it has {len(groups)} parameter groups, the optimizer has {len(own_groups)}"]
     return [
-        f"group {index} has {len(saved['params'])} parameters there and {len(own)} here"
-        for index, (saved, own) in enumerate(zip(groups, members, strict=True))
-        if len(saved["params"]) != len(own)
+        f"group {index} has {len(saved['params'])} parameters there and {len(own['params'])} here"
+        for index, (saved, own) in enumerate(zip(groups, own_groups, strict=True))
+        if len(saved["params"]) != len(own["params"])
     ]
 
 

@@ -16,8 +16,9 @@ from __future__ import annotations
 import copy
 import enum
 import inspect
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -74,15 +75,17 @@ class _Course(NamedTuple):
 
     lr: float
     grad_scales: tuple[float, ...]  # by step
-    may_overflow: bool
+    changes: tuple[float, float]  # factors of changed gradients in even and odd steps
+    num_finite: int  # of the first steps must give finite values; behind an overflow nothing is compared
 
 
 # Gradients that grow suddenly trigger clipping inside an optimizer. The learning rates replace that of the optimizer: a warmup
 # may begin at 0, which changes nothing.
-_USUAL: Final = _Course(0.01, (1.0, 30.0, 0.3, 1.0, 1e-3, 1e4), may_overflow=False)
-# Prodigy and D-Adaptation begin with updates of 1e-6, which all parameters together decide to enlarge only after they have moved
-# far for their gradients: at a learning rate of 1 in a few steps, at 0.01 in hundreds.
-_SLOW: Final = _Course(1.0, (1.0,) * 12, may_overflow=True)
+_USUAL: Final = _Course(0.01, (1.0, 30.0, 0.3, 1e-3, 1e4), (3.0, -4.0), num_finite=3)
+# Prodigy and D-Adaptation begin with updates of 1e-6 and enlarge them, by sums over all parameters, after those have moved far
+# in the direction of their gradients: at a large learning rate in a few steps, at 0.01 in hundreds. Large gradients of changing
+# sign prevent it.
+_SLOW: Final = _Course(4.0, (1.0,) * 12, (30.0, -40.0), num_finite=0)
 
 _DECAY: Final = 0.1
 """Replaces a weight decay of 0 as well: some optimizers look at whole tensors only with weight decay."""
@@ -91,15 +94,17 @@ _IN_NO_COMPARISON: Final = frozenset({"params", "param_names", "initial_lr", "lr
 _EXACT: Final = 1e-5
 """Relative to the largest update so far. The same operations on tensors of the same shapes give the same bits."""
 _STACKED: Final = 0.1
-"""The same for matrices of equal shapes, which an optimizer may stack: products of stacks, often in bfloat16, round otherwise."""
+"""The same for matrices of equal shapes. An optimizer may stack them, and products of stacks, often in bfloat16, are rounded in
+another way."""
 _CUT: Final = 1e-4
 """The same for other shapes, where fused kernels round the last elements of a tensor in another way."""
 _MAX_ROUNDED: Final = 1 / 16
 """Of all elements may differ by more than that, up to the precision of the state: those last ones, if state is 16-bit."""
 
-# Numbers of elements are multiples of 64, as are those of pieces: vectorized loops on the CPU then leave no last elements, which
+# Numbers of elements are multiples of 64, as are those of pieces: vectorized loops on the CPU then leave no last elements that
 # would be rounded in another way. Two parameters have one shape: an optimizer may share state by shape.
 _PIECE_NUMEL: Final = 192
+_LARGE_PIECE_NUMEL: Final = 19_712
 
 
 def find_update_kind(optimizer: torch.optim.Optimizer) -> FoundKind:
@@ -118,8 +123,8 @@ def find_update_kind(optimizer: torch.optim.Optimizer) -> FoundKind:
         except ValueError:
             choices = ", ".join(repr(choice.value) for choice in UpdateKind)
             raise ConfigError(
-                f"{kind} declares update_kind = {declared!r}, which decides on which tensors it steps. Choose one of {choices}, "
-                "or leave it out: then it is tried."
+                f"{kind} declares update_kind = {declared!r}, which decides on which tensors it steps. Choose one of "
+                f"{choices}, or leave it out: then it is tried."
             ) from None
         return FoundKind(found, "" if found is UpdateKind.ELEMENTWISE else f"it declares update_kind = {found.value!r}")
     if type(optimizer) in _ELEMENTWISE:
@@ -137,23 +142,6 @@ def find_update_kind(optimizer: torch.optim.Optimizer) -> FoundKind:
         ) from error
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that cannot step on flat shards.
-
-    Raises:
-        ConfigError: it does not update each element by itself, or as ``find_update_kind``.
-    """
-    kind, found = type(optimizer).__name__, find_update_kind(optimizer)
-    if found.kind is UpdateKind.COUPLED:
-        refuse_coupled(optimizer, found)
-    if found.kind is UpdateKind.TENSOR:
-        raise ConfigError(
-            f"{kind} cannot step on flat shards cut across parameters, as a DistributedOptimizer does: {found.reason}. Use an "
-            f"elementwise optimizer (Adam, AdamW, SGD, Lion, ...), or {AS_PLAIN.format(kind)} If it does update each element "
-            'by itself, declare it: optimizer.update_kind = "elementwise".'
-        )
-
-
 def refuse_coupled(optimizer: torch.optim.Optimizer, found: FoundKind) -> NoReturn:
     """Refuse an optimizer that would have to step on all parameters at once.
 
@@ -162,9 +150,10 @@ def refuse_coupled(optimizer: torch.optim.Optimizer, found: FoundKind) -> NoRetu
     """
     kind = type(optimizer).__name__
     raise ConfigError(
-        f"{kind} updates one parameter depending on others: {found.reason}. A sharded optimizer holds only some of the parameters "
-        f"on each rank, so its updates would differ from those of {kind} over all of them. Use {AS_PLAIN.format(kind)} If it "
-        'does update each parameter by itself, declare it: optimizer.update_kind = "tensor".'
+        f"{kind} updates one parameter depending on others: {found.reason}. Here each rank updates only some of the parameters "
+        f"(with shards, or experts), so the result would differ from that of {kind} over all of them. Use "
+        "use_distributed_optimizer=False, with the same parameters on all ranks. If it does update each parameter by itself, "
+        'declare it: optimizer.update_kind = "tensor".'
     )
 
 
@@ -173,8 +162,8 @@ def _check_is_usable(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ConfigError(
-            f"{kind} steps on sparse gradients only, and the gradients of wrapped parameters are dense: they are views of the "
-            "gradient buffer. Use torch.optim.Adam."
+            f"{kind} steps on sparse gradients only, and the buffers hold dense ones, so it cannot update wrapped parameters. "
+            "Use Adam."
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -233,7 +222,7 @@ def _find_by_trial(optimizer: torch.optim.Optimizer) -> FoundKind:
         if reason := trial.find_whole_tensors((_USUAL, _SLOW)):
             return FoundKind(UpdateKind.TENSOR, reason)
         # Some optimizers treat only large tensors by rows, columns or blocks.
-        large = _Trial(optimizer, kinds, [_large_shapes(kind.ndims) for kind in kinds], device, None)
+        large = _Trial(optimizer, kinds, [_large_shapes(kind.ndims) for kind in kinds], device, _LARGE_PIECE_NUMEL)
         if reason := large.find_coupling((_USUAL,)):
             return FoundKind(UpdateKind.COUPLED, reason)
         if reason := large.find_whole_tensors((_USUAL,)):
@@ -246,7 +235,7 @@ def _same_random_numbers(device: torch.device) -> Iterator[Callable[[], bool]]:
     """Leave the generators of host and device as they were. Yields whether they have changed in between."""
     host = torch.default_generator.clone_state()  # not get_rng_state(): see checkpoint/values.py
     of_device = None if device.type == "cpu" else torch.get_device_module(device)
-    before = None if of_device is None else of_device.get_rng_state(device)
+    before: Any = None if of_device is None else of_device.get_rng_state(device)
 
     def has_drawn() -> bool:
         on_host = not torch.equal(host.get_state(), torch.default_generator.clone_state().get_state())
@@ -261,7 +250,7 @@ def _same_random_numbers(device: torch.device) -> Iterator[Callable[[], bool]]:
 
 
 def _shapes(ndims: Sequence[int]) -> _Shapes:
-    """Return those of the small tensors: tall and wide matrices. Scalars are last, so that the others begin at multiples of 64."""
+    """Return small ones. Matrices are tall and wide; scalars come last, so the others begin at multiples of 64."""
     some: list[tuple[int, ...]] = []
     for ndim in ndims:
         if ndim == 1:
@@ -286,7 +275,7 @@ class _Trial:
     """Copies of one optimizer on tensors of the given shapes, by kind of group.
 
     Args:
-        piece_numel: of a flat piece; None for one piece of all.
+        piece_numel: of a flat piece.
     """
 
     def __init__(
@@ -295,13 +284,14 @@ class _Trial:
         kinds: Sequence[_GroupKind],
         shapes: Sequence[_Shapes],
         device: torch.device,
-        piece_numel: int | None,
+        piece_numel: int,
     ) -> None:
         self._optimizer, self._kinds, self._shapes, self._device = optimizer, kinds, shapes, device
         self._piece_numel = piece_numel
         self._start = [_start(of, device) for of in shapes]
-        self._grads: dict[tuple[int, bool], list[torch.Tensor]] = {}  # by step, and whether some are changed
-        self._together: dict[_Course, list[torch.Tensor]] = {}  # values after each step, by kind of group
+        self._is_changed = [_is_changed(len(start), device) for start in self._start]
+        self._grads: list[list[torch.Tensor]] = []  # by step, of scale 1
+        self._together: dict[_Course, list[list[torch.Tensor]]] = {}  # values after each step, by kind of group
         self._rounding = 0.0
 
     def find_coupling(self, courses: Sequence[_Course]) -> str:
@@ -325,37 +315,41 @@ class _Trial:
                     )
                 for shapes, start, all_of_them, one, where in zip(self._shapes, self._start, together, alone, at, strict=True):
                     shape, numels = shapes[where], _numels(shapes)
+                    ours = [after.split(numels)[where] for after in all_of_them]
                     tolerance = _STACKED if len(shape) > 1 and shapes.count(shape) > 1 else _EXACT
-                    if how := _difference(all_of_them.split(numels, dim=1)[where], one, start.split(numels)[where], tolerance):
+                    if how := _difference(ours, one, start.split(numels)[where], tolerance):
                         return f"on small tensors a parameter of shape {shape} becomes another when it is alone ({how})"
         return ""
 
     def find_whole_tensors(self, courses: Sequence[_Course]) -> str:
         """Return how the update of an element depends on others of its tensor; empty if it does not. Comes after the other."""
         for course in courses:
+            changed = self._step(course, [_whole(shapes) for shapes in self._shapes], changed=True)
             try:
-                changed = self._step(course, [_whole(shapes) for shapes in self._shapes], changed=True)
                 cut = self._step(course, [_pieces(self._piece_numel)] * len(self._kinds))
             except Exception as error:  # whatever the code of an optimizer raises
                 return f"a copy of it fails on flat tensors cut across parameters ({type(error).__name__}: {error})"
             together = self._together[course]
-            for shapes, start, whole, other, flat in zip(self._shapes, self._start, together, changed, cut, strict=True):
-                same = ~_is_changed(len(start), self._device)
+            for shapes, start, mask, whole, other, flat in zip(
+                self._shapes, self._start, self._is_changed, together, changed, cut, strict=True
+            ):
                 of_cut = self._tolerance(start, whole, flat)
                 at = 0
                 for shape, numel in zip(shapes, _numels(shapes), strict=True):
-                    ours = slice(at, at := at + numel)
-                    kept = torch.arange(ours.start, ours.stop, device=self._device)[same[ours]]
-                    if how := _difference(whole[:, kept], other[:, kept], start[kept], _EXACT):
+                    part = slice(at, at := at + numel)
+                    same = ~mask[part]
+                    ours = [after[part] for after in whole]
+                    kept = [after[same] for after in ours]
+                    if how := _difference(kept, [after[part][same] for after in other], start[part][same], _EXACT):
                         text = f"elements of a parameter of shape {shape} become others when gradients of the rest change"
-                    elif how := _difference(whole[:, ours], flat[:, ours], start[ours], of_cut, ulps=2):
+                    elif how := _difference(ours, [after[part] for after in flat], start[part], of_cut, ulps=2):
                         text = f"a parameter of shape {shape} becomes another when it is cut and flat"
                     else:
                         continue
                     return f"on small tensors its update of one element depends on others ({text}: {how})"
         return ""
 
-    def _step(self, course: _Course, cuts: Sequence[_Cut], *, changed: bool = False) -> list[torch.Tensor]:
+    def _step(self, course: _Course, cuts: Sequence[_Cut], *, changed: bool = False) -> list[list[torch.Tensor]]:
         """Return the flat values after each step of a copy, by kind of group.
 
         Args:
@@ -369,29 +363,33 @@ class _Trial:
         step = unhooked_step(tried)  # hooks for all optimizers of the process need not see copies
         values: list[list[torch.Tensor]] = [[] for _ in cuts]
         for index, scale in enumerate(course.grad_scales):
-            if (index, changed) not in self._grads:
-                self._grads[index, changed] = [_grads(shapes, index, self._device, changed=changed) for shapes in self._shapes]
-            for group, cut, grads in zip(tried.param_groups, cuts, self._grads[index, changed], strict=True):
-                for param, grad in zip(group["params"], cut(grads), strict=True):
-                    param.grad = grad * scale
+            if index == len(self._grads):
+                self._grads.append([_grads(shapes, index, self._device) for shapes in self._shapes])
+            for group, cut, grads, mask in zip(tried.param_groups, cuts, self._grads[index], self._is_changed, strict=True):
+                factors = torch.where(mask, course.changes[index % 2], 1.0) if changed else 1.0
+                for param, grad in zip(group["params"], cut(grads * factors * scale), strict=True):
+                    param.grad = grad.clone()
             step(tried)
             for group, after in zip(tried.param_groups, values, strict=True):
                 after.append(torch.cat([param.detach().flatten() for param in group["params"]]))
         self._rounding = max(self._rounding, _coarsest_eps(list(tried.state.values())))
-        return [torch.stack(after) for after in values]
+        return values
 
-    def _check_tells(self, course: _Course, together: Sequence[torch.Tensor]) -> None:
+    def _check_tells(self, course: _Course, together: Sequence[Sequence[torch.Tensor]]) -> None:
         for start, values in zip(self._start, together, strict=True):
-            if not course.may_overflow and not values.isfinite().all():
+            if not all(after.isfinite().all() for after in values[: course.num_finite]):
                 raise _TrialError("its steps give nan or infinite values")
             if torch.equal(values[-1], start):
                 raise _TrialError(f"{len(course.grad_scales)} steps of a copy change nothing, so there is nothing to compare")
 
-    def _tolerance(self, start: torch.Tensor, whole: torch.Tensor, cut: torch.Tensor) -> float:
+    def _tolerance(self, start: torch.Tensor, whole: Sequence[torch.Tensor], cut: Sequence[torch.Tensor]) -> float:
         """Return by how much cut tensors may differ: by the precision of state, if so few elements do that it is rounding."""
-        moved = (whole - start).abs().amax(1, keepdim=True)
-        share = float((((whole - cut).abs() > _CUT * moved).any(0)).float().mean())
-        return max(_CUT, 4 * self._rounding) if share <= _MAX_ROUNDED else _CUT
+        if not self._rounding:
+            return _CUT
+        is_off = torch.zeros_like(start, dtype=torch.bool)
+        for ours, theirs in zip(whole, cut, strict=True):
+            is_off |= (ours - theirs).abs() > _CUT * (ours - start).abs().max()
+        return max(_CUT, 4 * self._rounding) if float(is_off.float().mean()) <= _MAX_ROUNDED else _CUT
 
 
 # What the copies step on #
@@ -409,8 +407,8 @@ def _only(shapes: _Shapes, index: int) -> _Cut:
     return lambda flat: [_whole(shapes)(flat)[index]]
 
 
-def _pieces(numel: int | None) -> _Cut:
-    return lambda flat: list(flat.split(numel or len(flat)))
+def _pieces(numel: int) -> _Cut:
+    return lambda flat: list(flat.split(numel))
 
 
 def _start(shapes: _Shapes, device: torch.device) -> torch.Tensor:
@@ -419,43 +417,42 @@ def _start(shapes: _Shapes, device: torch.device) -> torch.Tensor:
     return torch.sin(0.7 * at + 0.1) ** 3 * (1 + 3 * at / len(at))
 
 
-def _grads(shapes: _Shapes, step: int, device: torch.device, *, changed: bool) -> torch.Tensor:
+def _grads(shapes: _Shapes, step: int, device: torch.device) -> torch.Tensor:
     """Return the gradients of one step: 1D, float32, no two of them alike."""
-    numels = torch.tensor(_numels(shapes), device=device)
+    numels = torch.tensor(_numels(shapes), dtype=torch.int64, device=device)
     at = torch.arange(int(numels.sum()), dtype=torch.float32, device=device)
-    # Every second tensor goes to and fro. So estimates of how far gradients lead differ between one tensor and all, and with them
-    # what is enlarged step by step, even at a fixed rate.
-    turns = torch.arange(len(shapes), device=device).repeat_interleave(numels) % 2 * (step % 2)
+    # Those of every second tensor change their sign in each step. So estimates of how far gradients lead, by which an optimizer
+    # may enlarge its updates even at a fixed rate, differ between one tensor and all.
+    turns = torch.arange(len(shapes), dtype=torch.int64, device=device).repeat_interleave(numels) % 2 * (step % 2)
     # Larger from tensor to tensor: with equal maxima, a bound that depends on the largest gradient would be equal everywhere.
-    grads = (torch.cos(1.3 * at) * (1 - 2 * turns) + 0.3 * torch.cos(2.1 * at + step)) * (0.02 + at / len(at))
-    return torch.where(_is_changed(len(at), device), grads * (-4.0 if step % 2 else 3.0), grads) if changed else grads
+    return (torch.cos(1.3 * at) * (1 - 2 * turns) + 0.3 * torch.cos(2.1 * at + step)) * (0.02 + at / len(at))
 
 
 def _is_changed(numel: int, device: torch.device) -> torch.Tensor:
     """Return which elements get other gradients: some of each row, column and block, whatever the shape."""
-    return torch.arange(numel, device=device) * 7919 % 31 < 12
+    return torch.arange(numel, dtype=torch.int64, device=device) * 7919 % 31 < 12
 
 
-def _difference(ours: torch.Tensor, theirs: torch.Tensor, start: torch.Tensor, tolerance: float, *, ulps: int = 0) -> str:
+def _difference(
+    ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor], start: torch.Tensor, tolerance: float, *, ulps: int = 0
+) -> str:
     """Return how values differ after any step; empty if they agree.
 
     Args:
-        ours, theirs: 2D, by step and element.
-        start: the values before the first step.
+        ours, theirs: the values after each step.
+        start: the values before the first one.
         ulps: of the largest value may be off in any case.
     """
-    if not ours.numel():
-        return ""
-    is_finite = ours.isfinite().all(1)
-    num_finite = len(ours) if is_finite.all() else int(is_finite.int().argmin())  # behind an overflow nothing is compared
-    ours, theirs = ours[:num_finite], theirs[:num_finite]
-    moved, off = (ours - start).abs().amax(1).cummax(0).values, (ours - theirs).abs().amax(1)
-    allowed = tolerance * moved + ulps * torch.finfo(torch.float32).eps * ours.abs().amax(1)
-    is_off = ~(off <= allowed)  # nan included
-    if not is_off.any():
-        return ""
-    step = int(is_off.int().argmax())
-    return f"after step {step + 1} off by {float(off[step]):.2g}, updated by {float(moved[step]):.2g}"
+    moved = 0.0
+    # Step by step: over all of them, operations on large tensors would start threads, which may wait long on a busy host.
+    for step, (our, their) in enumerate(zip(ours, theirs, strict=True) if start.numel() else ()):
+        largest = float(our.abs().max())
+        if not math.isfinite(largest):
+            break
+        moved, off = max(moved, float((our - start).abs().max())), float((our - their).abs().max())
+        if not off <= tolerance * moved + ulps * torch.finfo(torch.float32).eps * largest:  # nan included
+            return f"after step {step + 1} off by {off:.2g}, updated by {moved:.2g}"
+    return ""
 
 
 def _coarsest_eps(values: object) -> float:

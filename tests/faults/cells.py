@@ -91,7 +91,9 @@ class Combo:
     def __str__(self) -> str:
         overlap = "overlap" if self.overlaps else "no-overlap"
         form = f"/{self.form.value}" if self.form.value else ""
-        return f"{self.mode.value}/{overlap}/{self.num_ranks}{form}" + "/explicit" * self.is_explicit + "/owners" * self.has_owners
+        return (
+            f"{self.mode.value}/{overlap}/{self.num_ranks}{form}" + "/explicit" * self.is_explicit + "/owners" * self.has_owners
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,6 +375,8 @@ OWNERS_IN_GROUPS = (
     Combo(Mode.REDUCE_SCATTER, False, 4, form=Form.REPLICAS, has_owners=True),
 )
 """The same inside the groups of experts, and of shards with replicas."""
+OWNERS_IN_FORMS = tuple(replace(combo, has_owners=True) for combo in in_forms(Form.CHAINED, Form.AMP) if combo.is_sharded)
+"""The same under a chain, whose second part fails, and with a loss scaler."""
 
 
 @dataclass(frozen=True, slots=True)

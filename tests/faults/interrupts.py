@@ -184,7 +184,7 @@ class Trainer:
             self.optimizer.load_state_dict(self.state)
 
     def start_again(self) -> None:
-        """Load what was saved into the detached module, wrap it and train on all batches, as the text of a broken wrapper asks."""
+        """Wrap the detached module, load what was saved and train on all batches, as the text of a broken wrapper asks."""
         try:
             self.ddp.module.load_state_dict(self.snapshot)
             self.wrap()

@@ -12,7 +12,7 @@ import torch
 from megabucket.optim import DistributedOptimizer
 
 from .acts import Act, Do, before
-from .cells import OWNERS, OWNERS_IN_GROUPS, Cell, Fault, FaultError, Form, Here, Kind, Recovery, named
+from .cells import OWNERS, OWNERS_IN_FORMS, OWNERS_IN_GROUPS, Cell, Fault, FaultError, Form, Here, Kind, Recovery, named
 from .kinds_process import NOTICE_DEAD_S, NOTICE_FROZEN_S, QUICK, lost
 from .model import LEARNING_RATE, FaultModel, muon_and_adamw
 from .trip import boom, die_by, freeze, install
@@ -28,7 +28,9 @@ def _ends(cell: Cell) -> Fault:
     action = die_by(signal.SIGKILL) if cell.kind == "owner-killed" else freeze
     within_s = NOTICE_DEAD_S if cell.kind == "owner-killed" else NOTICE_FROZEN_S
     config = {} if cell.kind == "owner-killed" else QUICK
-    return Fault(lost(cell, within_s), arm=lambda here: install(here, cell.place, action) if here.is_culprit else None, config=config)
+    return Fault(
+        lost(cell, within_s), arm=lambda here: install(here, cell.place, action) if here.is_culprit else None, config=config
+    )
 
 
 def _fails(cell: Cell) -> Fault:
@@ -141,15 +143,13 @@ OWNER_KINDS = (
         combos=_ALL,
         needs_processes=True,
     ),
-    _kind(
-        "owner-stopped", "The same, stopped: as SIGSTOP.", _ends, places=_PLACES, combos=OWNERS[1:], needs_processes=True
-    ),
+    _kind("owner-stopped", "The same, stopped: as SIGSTOP.", _ends, places=_PLACES, combos=OWNERS[1:], needs_processes=True),
     _kind(
         "owner-fails",
         "An exception in the update of one owner: named with rank, parameter and cause, and broken on all.",
         _fails,
         places=("owner",),
-        combos=_ALL,
+        combos=(*_ALL, *OWNERS_IN_FORMS),
     ),
     _kind(
         "owner-hook",

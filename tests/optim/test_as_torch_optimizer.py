@@ -730,7 +730,7 @@ def test_an_option_with_which_torch_itself_cannot_step_is_refused_by_name(option
 class BF16Moments(torch.optim.Optimizer):
     """Chooses the dtype of its moments."""
 
-    is_elementwise = True
+    update_kind = "elementwise"
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.05})

@@ -675,20 +675,6 @@ class TestRefusedOptimizers:
         assert all(a is b for before, now in zip(params, after, strict=True) for a, b in zip(before, now, strict=True))
         return str(caught.value)
 
-    def test_one_whose_update_depends_on_the_shape_of_whole_parameters(self):
-        text = self.refusal(ConfigError, lambda ddp: torch.optim.Adafactor(ddp.parameters()), torch.nn.Linear(3, 3, bias=False))
-
-        assert text.startswith(
-            "Adafactor cannot step on flat shards cut across parameters, as a DistributedOptimizer does: on small tensors its "
-            "update of one element depends on others (a parameter of shape (12,) becomes another when it is cut over 1 rank: "
-        )
-        assert text.endswith(
-            "Use an elementwise optimizer (Adam, AdamW, SGD, Lion, ...), or Adafactor without a DistributedOptimizer around "
-            "it, under DistributedDataParallelConfig(use_distributed_optimizer=False); given this config, the adapters for "
-            "Lightning and Hugging Face make none. If it does update each element by itself, declare it: "
-            "optimizer.is_elementwise = True."
-        )
-
     def test_one_over_parameters_that_the_wrapper_does_not_hold(self):
         def build(ddp):
             stray = torch.nn.Parameter(torch.ones(2, 3))

@@ -73,7 +73,8 @@ OTHERS = {
         "note_written",
     },
     "DistributedOptimizer": {
-        "after_rebuild", "before_rebuild", "load_grads", "norms_of", "prepare_step", "send_to_owners", "skip", "step_part", "update",
+        "after_rebuild", "before_rebuild", "load_grads", "norms_of", "prepare_step", "send_to_owners", "skip",
+        "step_part", "update",
         "why_not",
     },
     "ChainedOptimizer": {"add_param_group"},

@@ -140,7 +140,7 @@ def test_a_bf16_model_is_stepped_in_float32(make, switches):
 def test_float32_copies_of_its_own_are_refused(is_sharded):
     def make(groups):
         optimizer = FusedAdam(groups, capturable=True, master_weights=True)
-        optimizer.is_elementwise = True
+        optimizer.update_kind = "elementwise"
         return optimizer
 
     with pytest.raises(ConfigError, match=r"FusedAdam\(master_weights=True\) keeps float32 copies of the parameters, and so"):

@@ -95,7 +95,7 @@ def test_a_link_file_may_hold_the_section_or_a_whole_config(load, tmp_path):
         ("link: {kind: table, tables: [{operation: all_reduce, points: []}]}", "link.num_ranks: is required"),
         (
             "link: {kind: table, num_ranks: 2, tables: [{operation: all_for_one, points: [[1, 1]]}]}",
-            "tables.0.operation: should be 'all_reduce', 'reduce_scatter', 'all_gather', 'broadcast' or 'all_to_all' (got 'all_for_one')",
+            "should be 'all_reduce', 'reduce_scatter', 'all_gather', 'broadcast' or 'all_to_all' (got 'all_for_one')",
         ),
         (
             "link: {kind: table, num_ranks: 2, tables: [{operation: all_reduce, points: [[1, -1]]}]}",

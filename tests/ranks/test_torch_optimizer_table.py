@@ -30,10 +30,10 @@ OURS = (PLAIN, WHOLE, SHARDS)
 
 NEEDS_SPARSE = "SparseAdam steps on sparse gradients only, and the buffers hold dense ones"
 NOT_FLAT = {
-    "Adafactor": "its update of one element depends on others",
+    "Adafactor": "computes each update from a whole parameter",
     "LBFGS": "requires a closure and calls it many times",
-    "Muon": "Param gradient must be a 2D matrix",
-    "SparseAdam": "does not support dense gradients",
+    "Muon": "computes each update from a whole parameter",
+    "SparseAdam": NEEDS_SPARSE,
 }
 REFUSED = {PLAIN: {"SparseAdam": NEEDS_SPARSE}, WHOLE: NOT_FLAT, SHARDS: NOT_FLAT}
 """By optimizer, a part of the reason."""
