@@ -779,10 +779,10 @@ def _checksums(whole: WholeState, names: Mapping[torch.nn.Parameter, str]) -> di
 
 
 def _detached(value: Any) -> Any:
-    """Return a value of state without the graph; numbers as copies."""
-    if isinstance(value, torch.Tensor) and value.numel() != 1:
-        return value.detach()
-    return copy.deepcopy(value)
+    """Return a value of state without the graph; numbers as copies, lists and the like as they are."""
+    if isinstance(value, torch.Tensor):
+        return value.detach() if value.numel() != 1 else value.detach().clone()
+    return value
 
 
 def _refuse_shards(reference: weakref.ref[Sharding], held: torch.optim.Optimizer, method: str) -> None:
