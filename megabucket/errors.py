@@ -37,6 +37,7 @@ values, why it matters, and what to do. All errors pickle, so they cross process
     ├── PeerFailedError (RuntimeError)         a rank could not finish the step
     ├── PeerLostError (RuntimeError)           a rank died or froze
     ├── WrapperBrokenError (RuntimeError)      a rank stopped where the others could only go on
+    ├── UpdateFailedError (RuntimeError)       an optimizer has failed on a whole parameter
     ├── ForkedProcessError (RuntimeError)      a collective in a forked child
     ├── GroupDestroyedError (RuntimeError)     the process group is gone
     ├── PlainOptimizerError (RuntimeError)     a plain optimizer stepping on reduce-scattered gradients

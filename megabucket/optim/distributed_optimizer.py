@@ -713,7 +713,15 @@ class DistributedOptimizer(SteppingForWrapper):
             OptimizerParametersError: the state of a shard cannot be split by parameter.
             PeerFailedError: another rank has failed.
         """
-        return join(self.state_dicts())
+        if len(self.torch_optimizers) == 1:
+            return self.state_dicts()[0]
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        joined = join(self.state_dicts())
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, joined)
+            joined = joined if changed is None else changed
+        return joined
 
     @torch.inference_mode(False)
     def state_dicts(self) -> list[dict[str, Any]]:
@@ -736,7 +744,15 @@ class DistributedOptimizer(SteppingForWrapper):
             LayoutMismatchError: ranks load different state.
             PeerFailedError: another rank has failed.
         """
+        if len(self.torch_optimizers) == 1:
+            self.sharding.load(state_dict)
+            return
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         self.sharding.load(state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
 
 class OptimizerPart(SteppingForWrapper):

@@ -81,7 +81,8 @@ class Launch(NamedTuple):
 
 
 def name_of(label):
-    name = re.sub(r"^(bucket|param gather|gradient gather|gradients to owners|values to shards) \d+", r"\1 k", label.removesuffix(" length"))
+    numbered = r"^(bucket|param gather|gradient gather|gradients to owners|values to shards) \d+"
+    name = re.sub(numbered, r"\1 k", label.removesuffix(" length"))
     name = re.sub(r"^((?:saving|loading) a checkpoint): (?!writing).*", r"\1: P", name)
     name = re.sub(r"^unused parameters of \S+", "unused parameters of G", name)
     return re.sub(r"^gradients along .*", "gradients along X", re.sub(r"^.* texts$", "<gate> texts", name))
