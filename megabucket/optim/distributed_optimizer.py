@@ -490,7 +490,7 @@ class DistributedOptimizer(SteppingForWrapper):
             used = [shard for shard in sharding.grad_shards if shard.counts and shard.segment.params[0] not in skipped]
             num_zeros = self.global_norm.num_zeros((shard.grad for shard in used), numel=sum(shard.numel for shard in used))
         if sharding.exchange is not None:
-            sharding.exchange.finish_grads()
+            sharding.exchange.finish_grads(keeps_widened=part is not None and not self._is_last(part))
         grads = list(map(_grad if self._has_loaded else _load_grad, chain.from_iterable(map(_shards, updates))))
         try:
             if max_norm > 0:
@@ -516,10 +516,15 @@ class DistributedOptimizer(SteppingForWrapper):
 
     def _ends_step(self, part: int) -> bool:
         """Note that a given optimizer has stepped alone; return whether all have, on the gradients of this step."""
+        is_last = self._is_last(part)
         step, before = self._stepped_parts
-        stepped = {part} | before if step == self.ddp.sync.step else {part}
-        self._stepped_parts = self.ddp.sync.step, stepped
-        return len(stepped) == len(self.torch_optimizers)
+        self._stepped_parts = self.ddp.sync.step, {part} | before if step == self.ddp.sync.step else {part}
+        return is_last
+
+    def _is_last(self, part: int) -> bool:
+        """Return whether all other given optimizers have stepped alone on the gradients of this step."""
+        step, stepped = self._stepped_parts
+        return len({part} | stepped if step == self.ddp.sync.step else {part}) == len(self.torch_optimizers)
 
     def step_part(self, part: int) -> StepResult | None:
         """Step one of the given optimizers, on its own norm; the others may step on the same gradients after it.

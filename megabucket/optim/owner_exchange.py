@@ -101,11 +101,16 @@ class OwnerExchange:
                 plan, dtype = bucket.plan, bucket.dtypes[are_widened]
                 calls.append(_call(pieces, plan.held_numels, plan.owned_numels, dtype=dtype, device=bucket.device))
             self._launch(group, GRADS_TO_OWNERS, buckets, calls)
-        for shard in self._held:
-            shard.grad = shard.buffer_grads  # without the widened copy
 
-    def finish_grads(self) -> None:
-        """Wait for the gradients of the parameters that this rank owns."""
+    def finish_grads(self, *, keeps_widened: bool = False) -> None:
+        """Wait for the gradients of the parameters that this rank owns.
+
+        Args:
+            keeps_widened: whether another optimizer will step on the same gradients.
+        """
+        if not keeps_widened:  # not before the norm is taken, of the changed values
+            for shard in self._held:
+                shard.grad = shard.buffer_grads
         self._progress.enter(self._sync.step, GRADS_TO_OWNERS)
         for bucket, call in self._finish():
             for shard, grads in zip(bucket.owned, call.received.split([one.numel for one in bucket.owned]), strict=True):
