@@ -258,8 +258,8 @@ class DistributedOptimizer(SteppingForWrapper):
         """Return attributes that only a given optimizer has, such as ``train`` and ``eval`` of schedule-free ones."""
         if name in ("torch_optimizers", "sharding"):
             raise AttributeError(name)
-        having = next((one for one in self.torch_optimizers if hasattr(one, name)), self.torch_optimizers[0])
-        found = getattr(having, name)
+        having = [one for one in self.torch_optimizers if getattr(one, name, None) is not None]
+        found = getattr((having or self.torch_optimizers)[0], name)
         return partial(self._switch_weights, name) if name in _SWITCHES else found
 
     @torch.inference_mode(False)
@@ -271,7 +271,7 @@ class DistributedOptimizer(SteppingForWrapper):
             PhaseError: a step is open, or the optimizer is not the current one.
             PeerFailedError: another rank has failed.
         """
-        of_mode = [one for one in self.torch_optimizers if hasattr(one, name)]
+        of_mode = [one for one in self.torch_optimizers if getattr(one, name, None) is not None]
         if all(group.get("train_mode") is (name == "train") for one in of_mode for group in one.param_groups):
             return  # frameworks call this before each forward
         with self.ddp.sync.call(f"{name}()") as call:

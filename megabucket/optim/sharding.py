@@ -86,7 +86,7 @@ class Sharding:
         self._ddp = ddp
         self._unscale = unscale
         self._is_sharded = ddp.policy.is_sharded
-        self.updates = [Update(optimizer) for optimizer in optimizers]
+        self.updates = [Update(optimizer, rank=ddp.communicator.rank) for optimizer in optimizers]
         self.state = ParamState(self)
         # For parameters without a shard, beside the optimizer's own state: see WholeState.
         self._main_values: dict[torch.Tensor, torch.Tensor] = {}

@@ -445,13 +445,12 @@ def _of_owners(
 
 def _from_owner(communicator: Communicator, payload: bytes, owner: int, device: torch.device) -> bytes:
     """Return the payload of one rank, of any length, on all ranks."""
-    size = torch.tensor([len(payload)], device=device)
-    communicator.launch([Broadcast(size, owner)], label="size of optimizer state").wait()
-    whole = torch.empty(int(size), dtype=torch.uint8, device=device)
+    size = torch.tensor([len(payload)], dtype=torch.int64, device=device)
+    handle = communicator.launch([Broadcast(size, owner)], label="size of optimizer state")
+    whole = torch.empty(int(handle.read(size)), dtype=torch.uint8, device=device)
     if communicator.rank == owner:
         whole.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-    communicator.launch([Broadcast(whole, owner)], label="optimizer state of an owner").wait()
-    return whole.cpu().numpy().tobytes()
+    return communicator.launch([Broadcast(whole, owner)], label="state at an owner").read(whole).numpy().tobytes()
 
 
 def _place(storage: Any, location: str, *, device: torch.device) -> Any:
