@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
@@ -495,15 +495,11 @@ class DistributedOptimizer(SteppingForWrapper):
             max_norm: 0 clips nothing.
             part: index of the given optimizer that steps; ``None``: all.
         """
-        sync, sharding, num_zeros = self.ddp.sync, self.sharding, None
+        sync, sharding = self.ddp.sync, self.sharding
         updates = sharding.updates if part is None else sharding.updates[part : part + 1]
         exchange = sharding.exchange if part is None or updates[0].is_whole else None
-        if part is not None:
-            self.ddp.finish_param_sync()  # after another part's update it may still read the shards
         skipped = sync.skipped if sharding.skips_some else ()
-        if self._settings["returns_num_zeros"]:
-            used = [shard for shard in sharding.grad_shards if shard.counts and shard.segment.params[0] not in skipped]
-            num_zeros = self.global_norm.num_zeros(map(self._reduced, used), numel=sum(shard.numel for shard in used))
+        num_zeros = self._count_zeros(skipped) if self._settings["returns_num_zeros"] else None
         if exchange is not None:
             exchange.finish_grads()
         grads = list(map(_grad if self._has_loaded else _load_grad, chain.from_iterable(map(_shards, updates))))
@@ -530,6 +526,10 @@ class DistributedOptimizer(SteppingForWrapper):
         self.last_step = StepResult(
             updated=True, grad_norm=norm if self._has_norm else math.nan, reason="", num_zeros=num_zeros
         )
+
+    def _count_zeros(self, skipped: Container[str]) -> int:
+        used = [shard for shard in self._counted(None) if shard.segment.params[0] not in skipped]
+        return self.global_norm.num_zeros(map(self._reduced, used), numel=sum(shard.numel for shard in used))
 
     # Parts #
 
