@@ -102,15 +102,8 @@ class OwnerExchange:
                 calls.append(_call(pieces, plan.held_numels, plan.owned_numels, dtype=dtype, device=bucket.device))
             self._launch(group, GRADS_TO_OWNERS, buckets, calls)
 
-    def finish_grads(self, *, keeps_widened: bool = False) -> None:
-        """Wait for the gradients of the parameters that this rank owns.
-
-        Args:
-            keeps_widened: whether another optimizer will step on the same gradients.
-        """
-        if not keeps_widened:  # not before the norm is taken, of the changed values
-            for shard in self._held:
-                shard.grad = shard.buffer_grads
+    def finish_grads(self) -> None:
+        """Wait for the gradients of the parameters that this rank owns."""
         self._progress.enter(self._sync.step, GRADS_TO_OWNERS)
         for bucket, call in self._finish():
             for shard, grads in zip(bucket.owned, call.received.split([one.numel for one in bucket.owned]), strict=True):
@@ -152,6 +145,12 @@ class OwnerExchange:
         """Wait for the gradients on their way, which no rank needs."""
         for _ in self._finish():
             pass
+        self.forget_widened()
+
+    def forget_widened(self) -> None:
+        """Free the widened copies of 16-bit gradients: at the end of a step, since norms and other parts read them."""
+        for shard in self._held:
+            shard.grad = shard.buffer_grads
 
     def _launch(
         self, group: _ParamAndGradBucketGroup, what: str, buckets: Sequence[_Bucket], calls: Sequence[AllToAll]

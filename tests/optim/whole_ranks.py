@@ -1,4 +1,4 @@
-"""Ranks of a loopback world that train parameters of all shapes, some of them updated whole, and one process that does it too."""
+"""Ranks of a loopback world that train parameters of all shapes, some updated whole; and one process that does the same."""
 
 import torch
 from optim_ranks import run_wrapped
@@ -61,7 +61,7 @@ class Alone:
         self.optimizers = make(name, self.mains)
         self.schedulers = schedulers_of(self.optimizers)
 
-    def train(self, steps, *, microbatches=1, clip=lambda step: 1.0, schedules=False):
+    def train(self, steps, *, microbatches=1, clip=lambda _: 1.0, schedules=False):
         """Train on the gradients of all ranks, multiplied by ``clip(step)``; return the weights after each step."""
         found = []
         for step in steps:
