@@ -561,8 +561,8 @@ class DistributedOptimizer(SteppingForWrapper):
             return None
         if part in self._parts_done:
             self._refuse_second_step(
-                f"{type(given).__name__}.step() was called twice on the same gradients: no backward has run since. Run backward "
-                "and zero_grad() between two steps."
+                f"{type(given).__name__}.step() was called twice on the same gradients: no backward has run since. Run "
+                "backward and zero_grad() between two steps."
             )
         if self._is_skipped:
             sync.check_not_dropped()
@@ -583,7 +583,7 @@ class DistributedOptimizer(SteppingForWrapper):
         return self.ddp.sync.is_reduced and self._skipped_step == self.ddp.sync.step
 
     def zero_grad_of_part(self, part: int, *, set_to_none: bool) -> None:
-        """Clear all gradients of the wrapped module, but those of parts that may step on them only when the next step begins."""
+        """Clear all gradients of the wrapped module; those of parts that may step on them, when the next step begins."""
         if self._is_skipped:
             self._is_last_part(part)
         if part in self._parts_done and len(self._parts_done) < len(self.torch_optimizers):
