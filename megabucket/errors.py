@@ -604,10 +604,15 @@ class TrainabilityChangedError(ModelChangedError):
     def __init__(self, *, step: int, rank: int, frozen: Sequence[str], unfrozen: Sequence[str]) -> None:
         self.step, self.rank, self.frozen, self.unfrozen = step, rank, tuple(frozen), tuple(unfrozen)
         changes = _changes(frozen=self.frozen, unfrozen=self.unfrozen)
+        for_a_while = (
+            " To freeze them for a while, as the halves of a GAN in turn, wrap with unused_parameters='skip'."
+            if self.frozen and not self.unfrozen
+            else ""
+        )
         super().__init__(
             f"step {step}: after wrapping, rank {rank} has {changes} (requires_grad). A frozen parameter keeps "
             "its place in the buffer and gets no gradient; the gradient of an unfrozen one is never reduced, and replicas "
-            f"drift apart. Call ddp.rebuild() on every rank after changing requires_grad. {_DROPPED}"
+            f"drift apart. Call ddp.rebuild() on every rank after changing requires_grad.{for_a_while} {_DROPPED}"
         )
 
 

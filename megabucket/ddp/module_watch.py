@@ -40,6 +40,9 @@ class ModelWatch:
         self._trainable = dict(trainable)
         self._all_params = dict(module.named_parameters())
         self._trained = list(trainable.values())
+        # Others are left alone while they are frozen, as parameters that no rank has used.
+        skipped = {slot.name for group in groups if group.policy.skips_unused for slot in group.slots}
+        self._stay_trainable = {name: param for name, param in trainable.items() if name not in skipped}
         self._frozen = [param for name, param in self._all_params.items() if name not in self._trainable]
         slots = [slot for group in groups for slot in group.slots]
         self._slots = slots
@@ -62,7 +65,7 @@ class ModelWatch:
             change = self._changed_params()
             if change is not None:
                 return change
-        if not all(map(_requires_grad, self._trained)) or any(map(_requires_grad, self._frozen)):
+        if not all(map(_requires_grad, self._stay_trainable.values())) or any(map(_requires_grad, self._frozen)):
             return self._changed_trainability()
         for group in self._groups:
             if not _are_set_to(group.params, group.param_values):
@@ -99,7 +102,7 @@ class ModelWatch:
         return Problem(ParametersChangedError.__name__, {"added": added, "removed": removed, "replaced": replaced})
 
     def _changed_trainability(self) -> Problem:
-        frozen = [name for name, param in self._trainable.items() if not param.requires_grad]
+        frozen = [name for name, param in self._stay_trainable.items() if not param.requires_grad]
         unfrozen = [name for name, param in self._all_params.items() if name not in self._trainable and param.requires_grad]
         return Problem(TrainabilityChangedError.__name__, {"frozen": frozen, "unfrozen": unfrozen})
 

@@ -49,7 +49,7 @@ from typing import Final
 
 import torch
 
-from megabucket.buffer import GradPhase, _ParamAndGradBucketGroup
+from megabucket.buffer import GradPhase, WithheldGrad, _ParamAndGradBucketGroup
 from megabucket.config.resolve import StepPolicy
 from megabucket.ddp.backward import Backward, refuse_in_backward
 from megabucket.ddp.calls import CollectiveCall, agree_on_call, making, making_several
@@ -182,6 +182,8 @@ class GradSync:
         """Optimizers that must not step: those inside a ``DistributedOptimizer``, which asks ``skip_reason``."""
         self._is_leaving = False  # detach() waits for the other ranks, but not for long
         self._concludes_late = False  # forwards of the next step may begin before the step that was given up is concluded
+        self.resets_late = False
+        """Whether the reduced gradients are cleared when the next step begins; those of some optimizers are already."""
         self._no_sync_depth = self._num_blocks = 0
         self.num_calls = 0
         """Number of collective calls that were entered."""
@@ -247,11 +249,13 @@ class GradSync:
         self._give_up_cleared_step()
         if not self._concludes_late:
             self.settle()
+        self._reset_if_due()
         self._begin("forward")
         self.counters.num_open_forwards += 1
 
     def _begin(self, phase: str) -> None:
-        if self.state is StepState.IDLE or (self.state in AGREED and self.counters.num_updates):
+        # COMMITTED ends with a vote, also after the update of one of several optimizers.
+        if self.state is StepState.IDLE or (self.state is StepState.PUBLISHED and self.counters.num_updates):
             self.enter(StepState.OPEN)
         self._communicator.progress.enter(self.step, phase)
 
@@ -259,6 +263,7 @@ class GradSync:
         """Open the next step, however the last one ended."""
         self._give_up_cleared_step()
         self.settle()
+        self._reset_if_due()
         if self.state in (StepState.IDLE, StepState.PUBLISHED):
             self.enter(StepState.OPEN)
 
@@ -391,14 +396,22 @@ class GradSync:
 
         After an all-reduce a cleared gradient (``None``) starts from zero. One that was zeroed in place, or kept, accumulates
         and is reduced again: the mean of equal values is that value, as with torch's own accumulation. A sum would count the
-        old values once per rank, and after a reduce-scatter they are not whole gradients; both are noted as late.
+        old values once per rank, and after a reduce-scatter they are not whole gradients; both are noted as late. So is a
+        gradient that was to be cleared before this step, and has been added to instead.
         """
         own = group.slots[position]
         slots = [slot for one in self.groups for slot in one.slots]
         kept = [
             slot for slot in slots if slot.param.grad is slot.in_buffer or (slot.param.grad is not None and slot is not own)
         ]
-        if self.policy.is_sharded or (not self.policy.averages and kept):
+        if self.resets_late:
+            if own.param.grad is own.in_buffer or type(own.param.grad) is WithheldGrad:
+                self._note_late(group, position)
+            for slot in slots:
+                if slot is not own:
+                    slot.param.grad = None
+            kept = []
+        elif self.policy.is_sharded or (not self.policy.averages and kept):
             self._note_late(group, position)
             kept = []
         try:
@@ -413,7 +426,7 @@ class GradSync:
     def _reopen(self) -> None:
         for group in self.groups:
             group.reopen()
-        self.skip_reason = ""
+        self.skip_reason, self.resets_late = "", False
         if self.state is not StepState.LAUNCHING:
             self.enter(StepState.OPEN)
 
@@ -719,6 +732,17 @@ class GradSync:
         """
         refuse_in_backward("zero_grad()")
         self.settle()
+        self._reset()
+
+    def reset_late(self) -> None:
+        """Reset when the next step begins: on the reduced gradients of this one, other optimizers may still step."""
+        self.resets_late = True
+
+    def _reset_if_due(self) -> None:
+        if self.resets_late:
+            self._reset()
+
+    def _reset(self) -> None:
         self.backward = None
         was_open = self.state is StepState.OPEN
         if self.state is StepState.LAUNCHING:
@@ -749,7 +773,7 @@ class GradSync:
 
     def _forget(self) -> None:
         """Forget the gradients, none of which a collective owns."""
-        self.skip_reason, self._concludes_late = "", False
+        self.skip_reason, self._concludes_late, self.resets_late = "", False, False
         self._schedule.reset()
         self.enter(StepState.IDLE)
 
@@ -981,6 +1005,9 @@ class GradSync:
             MegabucketError: the last step was dropped on all ranks, and this rank has not raised its error yet.
         """
         self.settle(raises_again=True)
+        has_stepped = self.state is StepState.COMMITTED and self.counters.num_updates and not self.counters.num_open_forwards
+        if self.resets_late or has_stepped:
+            self._reset()  # one of several optimizers has stepped, and the others do not
         # Gradients that no optimizer has used or cleared would be lost, like those of a microbatch.
         has_grads = self._awaits_update and any(slot.param.grad is not None for group in self.groups for slot in group.slots)
         if has_grads or not self.is_between_steps:

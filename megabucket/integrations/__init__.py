@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import ConfigError
-from megabucket.optim import DistributedOptimizer
+from megabucket.optim import DistributedOptimizer, OptimizerPart
 
 SHARDED = DistributedDataParallelConfig(use_distributed_optimizer=True)
 WITHOUT_SHARDS = (
@@ -119,11 +119,54 @@ def wrapper_of(
 
 
 class FrameworkOptimizer(DistributedOptimizer):
-    """A ``DistributedOptimizer`` whose ``clip_grad`` holds for one step: frameworks set it before each."""
+    """A ``DistributedOptimizer`` that clips in one step what it was told to before: frameworks clip anew for each."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._next_clips: dict[int | None, float] = {}
+
+    def clip_next_step(self, max_norm: float, *, part: int | None = None) -> None:
+        """Clip in the next step.
+
+        Args:
+            part: index of the part whose step it is; ``None``: a step of the whole.
+        """
+        self._next_clips[part] = float(max_norm)
 
     def _step(self, part: int | None = None) -> None:
         """Step as ``DistributedOptimizer`` does."""
+        self.clip_grad = self._next_clips.pop(part, 0.0)
         try:
             super()._step(part)
         finally:
             self.clip_grad = 0.0
+
+
+def whole_of(optimizer: object) -> tuple[FrameworkOptimizer, int | None] | None:
+    """Return the sharded optimizer that steps for one of a framework, and which of its parts that is; ``None``: all."""
+    if isinstance(optimizer, OptimizerPart):
+        return (optimizer.whole, optimizer.index) if isinstance(optimizer.whole, FrameworkOptimizer) else None
+    return (optimizer, None) if isinstance(optimizer, FrameworkOptimizer) else None
+
+
+def sharded(
+    optimizers: Sequence[torch.optim.Optimizer], wrapper: DistributedDataParallel, **settings: Any
+) -> list[torch.optim.Optimizer]:
+    """Shard the optimizers of one wrapper: one as a whole, several as parts."""
+    whole = FrameworkOptimizer(list(optimizers), wrapper, **settings)
+    return [whole] if len(optimizers) == 1 else list(whole.parts)
+
+
+def sharded_by_wrapper(
+    optimizers: Sequence[torch.optim.Optimizer], wrappers: Sequence[torch.nn.Module], *, remedy: str, **settings: Any
+) -> list[torch.optim.Optimizer]:
+    """Shard the optimizers of several wrappers, and return those to step with in the same order. Arguments: ``wrapper_of``."""
+    of_wrapper: dict[DistributedDataParallel, list[int]] = {}
+    for index, optimizer in enumerate(optimizers):
+        of_wrapper.setdefault(wrapper_of(optimizer, wrappers, remedy=remedy), []).append(index)
+    found = list(optimizers)
+    for wrapper, indices in of_wrapper.items():
+        made = sharded([optimizers[index] for index in indices], wrapper, **settings)
+        for index, one in zip(indices, made, strict=True):
+            found[index] = one
+    return found

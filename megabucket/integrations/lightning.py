@@ -22,11 +22,12 @@ from megabucket.errors import ConfigError, MegabucketError
 from megabucket.integrations import (
     NO_CLIP_BY_VALUE,
     SHARDED,
-    WITHOUT_SHARDS,
     Framework,
     FrameworkOptimizer,
     config_for,
     require,
+    sharded,
+    whole_of,
     with_torch_arguments,
     wrapper_of,
 )
@@ -49,7 +50,7 @@ class MegabucketStrategy(DDPStrategy):
 
     ``Trainer(gradient_clip_val=)`` and ``self.clip_gradients`` clip by the norm of the whole gradient. Checkpoints are
     Lightning's: complete, in one file, for any number of devices and for ``strategy="ddp"``. After ``fit`` the module and its
-    optimizer are plain ones, with complete state.
+    optimizers are plain ones, with complete state. With several optimizers (manual optimization) each is stepped by itself.
 
     Args:
         config: shards the optimizer's state if not given. With ``use_distributed_optimizer=False`` gradients are all-reduced,
@@ -67,6 +68,7 @@ class MegabucketStrategy(DDPStrategy):
         of_torch_ddp = {name: ddp_strategy.get(name) for name in {*self._ddp_kwargs, *_OF_TORCH_DDP}}
         self.config = with_torch_arguments(config, _changed(of_torch_ddp))
         self._wrapper: DistributedDataParallel | None = None
+        self._whole: FrameworkOptimizer | None = None
         self._frozen: list[torch.nn.Parameter] = []  # in no buffer
 
     @property
@@ -96,35 +98,33 @@ class MegabucketStrategy(DDPStrategy):
         """Register nothing: communication hooks are torch DDP's, and were refused."""
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Make the optimizers of the module, and shard the one that there is if the config says so.
+        """Make the optimizers of the module, and shard them together if the config says so.
 
         Raises:
-            ConfigError: there are several to shard.
+            OptimizerParametersError: they do not hold each trainable parameter once.
         """
         super().setup_optimizers(trainer)
         if not self._is_sharded:
             return
-        if len(self.optimizers) != 1:
-            raise ConfigError(
-                f"configure_optimizers() gave {len(self.optimizers)} optimizers, and one steps on all shards of a module. If "
-                "they differ in hyperparameters only, make them parameter groups of one. Otherwise, as in a GAN, "
-                f"{WITHOUT_SHARDS}: MegabucketStrategy(config)."
-            )
-        self.optimizers = [FrameworkOptimizer(self.optimizers[0], self.model)]
+        self._whole = FrameworkOptimizer(self.optimizers, self.model)
+        self.optimizers = list(self._whole.parts) if len(self.optimizers) > 1 else [self._whole]
         # The trainer, self.clip_gradients and plugins clip through these two, which would clip by one rank's shards.
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm
         self.precision_plugin.clip_grad_by_value = self._refuse_clip_by_value
 
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        self.optimizers[0].clip_grad = float(clip_val)  # step() takes the norm, once and of the whole gradient
+        found = whole_of(optimizer)
+        if found is not None:
+            whole, part = found
+            whole.clip_next_step(clip_val, part=part)  # step() takes the norm, once and over the shards of all ranks
 
     def _refuse_clip_by_value(self, optimizer: Any, clip_val: float) -> None:
         raise ConfigError(NO_CLIP_BY_VALUE)
 
     def teardown(self) -> None:
-        """Restore a plain module, and a plain optimizer with complete state unless training has failed."""
-        is_sharded = self._is_sharded
+        """Restore a plain module, and plain optimizers with complete state unless training has failed."""
         wrapper, self._wrapper = self._wrapper, None
+        whole, self._whole = self._whole, None
         if wrapper is not None:
             self.model = self.lightning_module
             for name in ("clip_grad_by_norm", "clip_grad_by_value"):
@@ -135,10 +135,9 @@ class MegabucketStrategy(DDPStrategy):
                     wrapper.detach()
             else:
                 wrapper.zero_grad()  # a last batch may not have been stepped on
-                if is_sharded:
-                    optimizer: FrameworkOptimizer = self.optimizers[0]
-                    optimizer.before_rebuild()
-                    self.optimizers = [optimizer.torch_optimizer]
+                if whole is not None:
+                    whole.before_rebuild()
+                    self.optimizers = list(whole.torch_optimizers)
                 wrapper.detach()
         super().teardown()
 
@@ -146,7 +145,7 @@ class MegabucketStrategy(DDPStrategy):
 class MegabucketFabricStrategy(FabricDDPStrategy):
     """Train with ``Fabric`` through megabucket's buffers and its sharded optimizer.
 
-    ``fabric.setup(model, optimizer)`` wraps both. ``fabric.clip_gradients(model, optimizer, max_norm=)`` clips by the norm of
+    ``fabric.setup(model, *optimizers)`` wraps all of them. ``fabric.clip_gradients(model, optimizer, max_norm=)`` clips by the norm of
     the whole gradient and returns it. ``fabric.save`` writes complete state. Every rank makes these calls.
 
     Args:
@@ -170,16 +169,35 @@ class MegabucketFabricStrategy(FabricDDPStrategy):
         self._wrappers.append(DistributedDataParallel(module, config))
         return self._wrappers[-1]
 
+    def setup_module_and_optimizers(
+        self, module: torch.nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
+    ) -> tuple[torch.nn.Module, list[torch.optim.Optimizer], Any]:
+        """Wrap a module, and shard its optimizers together if the config says so."""
+        wrapper = self.setup_module(module)
+        if self._shards:
+            optimizers = sharded(optimizers, wrapper)
+        return wrapper, optimizers, scheduler
+
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Shard the optimizer of a wrapped module, if the config says so.
 
         Raises:
-            ConfigError: its module was not set up.
+            ConfigError: its module was not set up, or it is one of several optimizers of its module.
         """
-        if not (self.config or SHARDED).use_distributed_optimizer:
+        if not self._shards:
             return optimizer
         wrapper = wrapper_of(optimizer, self._wrappers, remedy="call fabric.setup_module(model) before setup_optimizers.")
+        held = {param for group in optimizer.param_groups for param in group["params"]}
+        if left_out := len(wrapper.param_names.keys() - held):
+            raise ConfigError(
+                f"{type(optimizer).__name__} does not hold {left_out} trainable parameters of its module. Several optimizers of "
+                "a module are sharded together: fabric.setup(model, first, second). Freeze what no optimizer trains before."
+            )
         return FrameworkOptimizer(optimizer, wrapper)
+
+    @property
+    def _shards(self) -> bool:
+        return (self.config or SHARDED).use_distributed_optimizer
 
     def clip_gradients_norm(
         self,
@@ -195,13 +213,14 @@ class MegabucketFabricStrategy(FabricDDPStrategy):
             ConfigError: ``norm_type`` is below 1.
             RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
         """
-        if not isinstance(optimizer, FrameworkOptimizer):
+        found = whole_of(optimizer)
+        if found is None:
             unsharded: torch.Tensor = super().clip_gradients_norm(
                 module, optimizer, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
             )
             return unsharded
         self.precision.unscale_gradients(optimizer)
-        norm = optimizer.clip_grad_norm_(max_norm, norm_type)
+        norm: torch.Tensor = optimizer.clip_grad_norm_(max_norm, norm_type)  # of a part, over its own parameters
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(f"the gradient norm is {norm.item()}; with error_if_nonfinite=False the step is skipped")
         return norm
@@ -212,7 +231,7 @@ class MegabucketFabricStrategy(FabricDDPStrategy):
         Raises:
             ConfigError: they are.
         """
-        if isinstance(optimizer, FrameworkOptimizer):
+        if whole_of(optimizer) is not None:
             raise ConfigError(NO_CLIP_BY_VALUE)
         super().clip_gradients_value(module, optimizer, clip_val)
 

@@ -7,7 +7,7 @@ Both are subclasses; nothing of either library is patched. Files are those of th
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,8 +25,9 @@ from megabucket.integrations import (
     FrameworkOptimizer,
     config_for,
     require,
+    sharded_by_wrapper,
+    whole_of,
     with_torch_arguments,
-    wrapper_of,
 )
 
 require(
@@ -59,6 +60,8 @@ class MegabucketAccelerator(Accelerator):
     """
 
     ddp_config: DistributedDataParallelConfig | None = None
+    _given: Sequence[torch.optim.Optimizer] = ()  # the optimizers of one call of ``prepare``, and what steps for each
+    _made: Sequence[torch.optim.Optimizer] = ()
 
     def __init__(self, *args: Any, ddp_config: DistributedDataParallelConfig | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -66,6 +69,26 @@ class MegabucketAccelerator(Accelerator):
         defaults = vars(DistributedDataParallelKwargs())
         given = {name: value for name, value in vars(handler).items() if value != defaults[name]}
         self.ddp_config = with_torch_arguments(ddp_config, given)
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare models, optimizers and the rest, given in any order. The optimizers of one model are sharded together.
+
+        Raises:
+            ConfigError: an optimizer's model was not prepared.
+            OptimizerParametersError: the optimizers of a model do not hold each of its trainable parameters once.
+        """
+        order = sorted(range(len(args)), key=lambda index: not isinstance(args[index], torch.nn.Module))  # models first
+        ordered = [args[index] for index in order]
+        placement = device_placement and [device_placement[index] for index in order]
+        optimizers = [one for one in ordered if isinstance(one, torch.optim.Optimizer)]
+        self._given = [one for one in optimizers if not getattr(one, "_is_accelerate_prepared", False)]
+        try:
+            prepared = super().prepare(*ordered, device_placement=placement)
+        finally:
+            self._given = self._made = ()
+        if len(args) == 1:
+            return prepared
+        return tuple(prepared[order.index(index)] for index in range(len(args)))
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """Apply device, precision and compilation as accelerate does, and wrap models with trainable parameters.
@@ -95,11 +118,17 @@ class MegabucketAccelerator(Accelerator):
         if not self._is_sharded:
             return super().prepare_optimizer(optimizer, device_placement)
         if not getattr(optimizer, "_is_accelerate_prepared", False):
-            remedy = "prepare(model, optimizer, ...) in this order; models of other frameworks need their own Accelerator."
-            wrapper = wrapper_of(optimizer, self._models, remedy=remedy)
-            optimizer = FrameworkOptimizer(optimizer, wrapper, returns_grad_norm=False)
+            optimizer = self._sharded(optimizer)
         # Moving it would gather the state and load it again; it is on the model's device already.
         return super().prepare_optimizer(optimizer, device_placement=False)
+
+    def _sharded(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        if not any(optimizer is one for one in self._given):  # outside prepare()
+            self._given, self._made = [optimizer], ()
+        if not self._made:
+            remedy = "prepare(model, optimizer, ...) together; models of other frameworks need their own Accelerator."
+            self._made = sharded_by_wrapper(self._given, self._models, remedy=remedy, returns_grad_norm=False)
+        return next(made for given, made in zip(self._given, self._made, strict=True) if given is optimizer)
 
     @property
     def _is_sharded(self) -> bool:
@@ -116,27 +145,43 @@ class MegabucketAccelerator(Accelerator):
         """Clip to ``max_norm`` by the norm of the whole gradient, and return that norm.
 
         Args:
-            parameters: all parameters of a model: a sharded optimizer has one norm.
+            parameters: all parameters of a model, or all of one of its optimizers.
 
         Raises:
             ConfigError: parameters are missing, or ``norm_type`` is below 1.
             PhaseError: gradients are still accumulated.
         """
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        of_whole: dict[FrameworkOptimizer, list[Any]] = {}
         for prepared in self._optimizers:
-            optimizer = prepared.optimizer
-            if isinstance(optimizer, FrameworkOptimizer) and not optimizer.ddp.param_names.keys().isdisjoint(given):
-                left_out = len(optimizer.ddp.param_names.keys() - set(given))
-                if left_out:
-                    raise ConfigError(
-                        f"clip_grad_norm_ got {len(given)} parameters, and {left_out} of the model are missing: the optimizer "
-                        "has one norm over all, and a part cannot be clipped alone. Pass model.parameters()."
-                    )
-                if not self.sync_gradients:
-                    raise PhaseError("gradients are still accumulated: call clip_grad_norm_ if accelerator.sync_gradients.")
-                self.unscale_gradients(prepared)
-                return optimizer.clip_grad_norm_(max_norm, norm_type)
+            if (found := whole_of(prepared.optimizer)) is not None:
+                of_whole.setdefault(found[0], []).append(prepared)
+        for whole, of_model in of_whole.items():
+            if whole.ddp.param_names.keys().isdisjoint(given):
+                continue
+            clipped, stepping = self._clipped_by(whole, of_model, set(given))
+            if not self.sync_gradients:
+                raise PhaseError("gradients are still accumulated: call clip_grad_norm_ if accelerator.sync_gradients.")
+            self.unscale_gradients(stepping)
+            norm: torch.Tensor = clipped.clip_grad_norm_(max_norm, norm_type)
+            return norm
         return super().clip_grad_norm_(given, max_norm, norm_type)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def _clipped_by(whole: FrameworkOptimizer, of_model: list[Any], given: set[Any]) -> tuple[Any, list[Any]]:
+        """Return the optimizer that clips these parameters, and the prepared ones that step on them."""
+        params = whole.ddp.param_names.keys()
+        if params <= given:
+            return whole, of_model
+        for prepared in of_model:
+            held = {param for group in prepared.param_groups for param in group["params"]} & params
+            if held == params & given:
+                return prepared.optimizer, [prepared]
+        raise ConfigError(
+            f"clip_grad_norm_ got {len(given)} parameters, and {len(params - given)} of the model are missing: an optimizer has "
+            "one norm over all of its parameters, and a part cannot be clipped alone. Pass model.parameters(), or all "
+            "parameters of one optimizer."
+        )
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip by value, unless gradients are sharded.

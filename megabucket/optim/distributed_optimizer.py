@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 from operator import attrgetter, methodcaller
-from typing import Any, Final, Literal, Protocol, TypeVar, overload
+from typing import Any, Final, Literal, NoReturn, Protocol, TypeVar, overload
 
 import torch
 
@@ -153,7 +153,7 @@ class DistributedOptimizer(SteppingForWrapper):
         self._changes: tuple[tuple[str, float], ...] = ()  # to the reduced gradients of one step
         self._has_loaded = False  # the gradients of the shards, for such a change
         self._changed_step = -1
-        self._stepped_parts: tuple[int, set[int]] = (-1, set())  # in which step given optimizers have stepped alone
+        self._done_in_step: tuple[int, frozenset[int]] = (-1, frozenset())  # parts, and the step
         self._skipped_step = -1
         self._unscaled_step, self._skips_unscaled = -1, False  # the last answer to a loss scaler
         self._versions: list[int] = []  # of the 16-bit gradients that were widened for it
@@ -334,6 +334,11 @@ class DistributedOptimizer(SteppingForWrapper):
         if is_early and only_makes_state(self.param_groups, self.ddp.param_names):
             self.sharding.make_state()
             return None
+        if self._done_in_step[1] and self._parts_done:
+            self._refuse_second_step(
+                "step() of a DistributedOptimizer was called after one of its parts has stepped on the same gradients, and "
+                "would step again. Step the other parts, or run backward and zero_grad() before."
+            )
         self._step()
         return self.last_step if closure is None else value
 
@@ -359,7 +364,7 @@ class DistributedOptimizer(SteppingForWrapper):
             else:
                 with sync.failing_on_all_ranks("optimizer.step()", UPDATING):
                     if self.sharding.exchange is not None:
-                        self.send_to_owners()
+                        self.send_to_owners(part)
                     norm = self.global_norm.of(norms if measures_early else self.norms_of(part)) if needs_norm else math.nan
                     if needs_norm and not norm <= self.largest_norm:
                         self.skip(self.why_not(norm), norm=norm)
@@ -440,7 +445,7 @@ class DistributedOptimizer(SteppingForWrapper):
         """
         for slot in chain.from_iterable(group.slots for group in self.ddp.sync.groups):
             grad = slot.param.grad
-            if grad is slot.in_buffer or (grad is None and slot.name in self.ddp.sync.skipped):
+            if grad is slot.in_buffer or (grad is None and (slot.name in self.ddp.sync.skipped or self.ddp.sync.resets_late)):
                 continue
             if grad is None:
                 raise PhaseError(
@@ -460,10 +465,15 @@ class DistributedOptimizer(SteppingForWrapper):
         self.ddp.sync.end_update()
         self.last_step = StepResult(updated=False, grad_norm=norm, reason=reason)
 
-    def send_to_owners(self) -> None:
-        """Send the gradients of parameters that one rank updates whole. They travel while the norm is taken."""
-        if self.sharding.exchange is not None:
-            self.sharding.exchange.launch_grads(are_widened=self._has_loaded)
+    def send_to_owners(self, part: int | None = None) -> None:
+        """Send the gradients of parameters that one rank updates whole. They travel while the norm is taken.
+
+        Args:
+            part: index of the given optimizer that steps; ``None``: all.
+        """
+        exchange = self.sharding.exchange
+        if exchange is not None and (part is None or self.sharding.updates[part].is_whole):
+            exchange.launch_grads(are_widened=self._has_loaded)
 
     def norms_of(self, part: int | None = None) -> list[torch.Tensor]:
         """Return the norms of the gradients of this rank that count in the global norm.
@@ -471,10 +481,7 @@ class DistributedOptimizer(SteppingForWrapper):
         Args:
             part: index of the given optimizer whose parameters are measured; ``None``: of all.
         """
-        counted = [shard for shard in self.sharding.grad_shards if shard.counts]
-        if part is not None:
-            counted = [shard for shard in counted if self.sharding.is_of(shard, part)]
-        return list(map(self.global_norm.of_grad, map(self._reduced, counted)))
+        return list(map(self.global_norm.of_grad, map(self._reduced, self._counted(part))))
 
     def _reduced(self, shard: GradShard) -> torch.Tensor:
         """Return a reduced gradient with the changes made to it, before it is clipped: 1D."""
@@ -490,12 +497,15 @@ class DistributedOptimizer(SteppingForWrapper):
         """
         sync, sharding, num_zeros = self.ddp.sync, self.sharding, None
         updates = sharding.updates if part is None else sharding.updates[part : part + 1]
+        exchange = sharding.exchange if part is None or updates[0].is_whole else None
+        if part is not None:
+            self.ddp.finish_param_sync()  # after another part's update it may still read the shards
         skipped = sync.skipped if sharding.skips_some else ()
         if self._settings["returns_num_zeros"]:
             used = [shard for shard in sharding.grad_shards if shard.counts and shard.segment.params[0] not in skipped]
             num_zeros = self.global_norm.num_zeros(map(self._reduced, used), numel=sum(shard.numel for shard in used))
-        if sharding.exchange is not None:
-            sharding.exchange.finish_grads()
+        if exchange is not None:
+            exchange.finish_grads()
         grads = list(map(_grad if self._has_loaded else _load_grad, chain.from_iterable(map(_shards, updates))))
         try:
             if max_norm > 0:
@@ -504,15 +514,15 @@ class DistributedOptimizer(SteppingForWrapper):
                 update.step(sharding.state, skipped=skipped)
         finally:
             sharding.store_values()
-        if sharding.exchange is not None:
-            sharding.exchange.return_values()
+        if exchange is not None:
+            exchange.return_values()
         # Before a joint update the last fence has compared the hyperparameters; otherwise the next one does.
         sync.counters.note_update(() if sync.updates_jointly else sync.counters.hyperparameters)
         if self._is_sharded:
             for group in sync.groups:
                 group.mark_params_stale()
             self.ddp.start_param_sync()
-        if part is None or self._ends_step(part):
+        if part is None or self._is_last_part(part):
             sync.end_update()
             if sharding.exchange is not None:
                 sharding.exchange.forget_widened()
@@ -521,29 +531,67 @@ class DistributedOptimizer(SteppingForWrapper):
             updated=True, grad_norm=norm if self._has_norm else math.nan, reason="", num_zeros=num_zeros
         )
 
-    def _ends_step(self, part: int) -> bool:
-        """Note that a given optimizer has stepped alone; return whether all have, on the gradients of this step."""
-        step, before = self._stepped_parts
-        stepped = {part} | before if step == self.ddp.sync.step else {part}
-        self._stepped_parts = self.ddp.sync.step, stepped
-        return len(stepped) == len(self.torch_optimizers)
+    # Parts #
+
+    @property
+    def _parts_done(self) -> frozenset[int]:
+        """The parts that have stepped alone on the gradients of this step, or are cleared after all ranks have skipped it."""
+        sync, (step, done) = self.ddp.sync, self._done_in_step
+        return done if sync.is_reduced and step == sync.step else frozenset()
+
+    def _is_last_part(self, part: int) -> bool:
+        """Note that a part is done; return whether all are."""
+        done = self._parts_done | {part}
+        self._done_in_step = self.ddp.sync.step, done
+        return len(done) == len(self.torch_optimizers)
 
     def step_part(self, part: int) -> StepResult | None:
         """Step one of the given optimizers, on its own norm; the others may step on the same gradients after it.
+
+        If all ranks skip the update, the parts that step after it are skipped as well.
 
         Raises:
             PhaseError: it has stepped on them.
             MegabucketError: as ``step``.
         """
-        sync, (step, stepped) = self.ddp.sync, self._stepped_parts
-        if sync.is_reduced and step == sync.step and part in stepped:
-            raise PhaseError(
-                f"{type(self.torch_optimizers[part]).__name__}.step() was called twice on the same gradients: no backward has "
-                "run since. Run backward and zero_grad() between two steps."
+        sync, given = self.ddp.sync, self.torch_optimizers[part]
+        is_early = sync.state in (StepState.IDLE, StepState.OPEN)
+        if is_early and only_makes_state(given.param_groups, self.ddp.param_names):
+            self.sharding.make_state()
+            return None
+        if part in self._parts_done:
+            self._refuse_second_step(
+                f"{type(given).__name__}.step() was called twice on the same gradients: no backward has run since. Run backward "
+                "and zero_grad() between two steps."
             )
-        if not (sync.is_reduced and self._skipped_step == sync.step):  # else all ranks have skipped the step, for all parts
+        if self._is_skipped:
+            sync.check_not_dropped()
+            self._is_last_part(part)
+        else:
             self._step(part)
         return self.last_step
+
+    def _refuse_second_step(self, problem: str) -> NoReturn:
+        error = PhaseError(problem)
+        if self.ddp.sync.state in AGREED:
+            self.ddp.sync.refuse_update(error)  # another rank may step another part, and waits
+        raise error
+
+    @property
+    def _is_skipped(self) -> bool:
+        """Whether all ranks have skipped the update with the gradients of this step, which are not cleared yet."""
+        return self.ddp.sync.is_reduced and self._skipped_step == self.ddp.sync.step
+
+    def zero_grad_of_part(self, part: int, *, set_to_none: bool) -> None:
+        """Clear all gradients of the wrapped module, but those of parts that may step on them only when the next step begins."""
+        if self._is_skipped:
+            self._is_last_part(part)
+        if part in self._parts_done and len(self._parts_done) < len(self.torch_optimizers):
+            for param in chain.from_iterable(group["params"] for group in self.torch_optimizers[part].param_groups):
+                param.grad = None
+            self.ddp.sync.reset_late()
+        else:
+            self.zero_grad(set_to_none)
 
     def why_not(self, norm: float) -> str:
         """Return why no rank updates with this norm."""
@@ -623,6 +671,14 @@ class DistributedOptimizer(SteppingForWrapper):
                 other parts of the model.
             MegabucketError: as ``step``.
         """
+        return self.clip_part(max_norm, norm_type)
+
+    def clip_part(self, max_norm: float, norm_type: float | None = None, *, part: int | None = None) -> torch.Tensor:
+        """Clip as ``clip_grad_norm_`` does, by the norm over the parameters of one given optimizer.
+
+        Args:
+            part: its index; ``None``: all of them, by one norm.
+        """
         if not max_norm >= 0:
             raise ConfigError(f"max_norm must be a number >= 0, got {max_norm!r}")
         kind = self._settings["norm_type"] if norm_type is None else norm_type
@@ -633,12 +689,14 @@ class DistributedOptimizer(SteppingForWrapper):
             return _number(math.nan)
         self.prepare_step()
         with self.ddp.sync.failing_on_all_ranks("clip_grad_norm_()", self._final_states):
-            grads = self._take_grads(f"clip_grad_norm_({float(max_norm)}, norm_type={float(kind)})")
+            where = "" if part is None else f" of part {part}"
+            self._take_grads(f"clip_grad_norm_({float(max_norm)}, norm_type={float(kind)}){where}")
             over_ranks = self._norm_of_type(kind)
-            norm = over_ranks.of(map(over_ranks.of_grad, self._counted()))
+            norm = over_ranks.of([over_ranks.of_grad(shard.flat_grad) for shard in self._counted(part)])
             if math.isfinite(norm):
+                grads = [shard.grad for shard in self._grad_shards_of(part)]
                 clip_by_norm(grads, norm=norm, max_norm=max_norm, scale=self._kernels.scale)
-            self._changes = (*self._changes, ("clip_grad_norm_()", float(max_norm)), ("its norm_type", float(kind)))
+            self._changes = (*self._changes, (f"clip_grad_norm_(){where}", float(max_norm)), ("its norm_type", float(kind)))
         return _number(norm)
 
     def _take_grads(self, call: str, *, in_buffer: bool = False) -> list[torch.Tensor]:
@@ -670,9 +728,13 @@ class DistributedOptimizer(SteppingForWrapper):
         widened = {id(one.buffer): one.buffer for one in self.sharding.grad_shards if one.buffer_grads.dtype != one.dtype}
         return [buffer.grad_data._version for buffer in widened.values()]  # not of shards, which a change of state cuts again
 
-    def _counted(self) -> list[torch.Tensor]:
-        """Return the loaded gradients that count in the norm."""
-        return [shard.flat_grad for shard in self.sharding.grad_shards if shard.counts]
+    def _grad_shards_of(self, part: int | None) -> list[GradShard]:
+        """Return the gradients of this rank, of one given optimizer or of all."""
+        return [shard for shard in self.sharding.grad_shards if part is None or self.sharding.is_of(shard, part)]
+
+    def _counted(self, part: int | None) -> list[GradShard]:
+        """Return those that count in the norm."""
+        return [shard for shard in self._grad_shards_of(part) if shard.counts]
 
     def _check_nothing_is_lost(self) -> None:
         if self._versions != self._versions_of_widened():
@@ -817,9 +879,17 @@ class OptimizerPart(SteppingForWrapper):
             result = self.whole.step_part(self.index)
         return result if closure is None else value
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float | None = None) -> torch.Tensor:
+        """Clip the gradients of this optimizer by their own norm, and return it. See ``DistributedOptimizer``."""
+        with torch.inference_mode(False), torch.no_grad():
+            return self.whole.clip_part(max_norm, norm_type, part=self.index)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients of the wrapped module."""
-        self.whole.zero_grad(set_to_none=set_to_none)
+        """Clear all gradients of the wrapped module.
+
+        After a step of this optimizer, those of parts that have not stepped on the same gradients go when the next step begins.
+        """
+        self.whole.zero_grad_of_part(self.index, set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the given optimizer over whole parameters. Collective; see ``DistributedOptimizer``."""

@@ -640,7 +640,8 @@ class Sharding:
             is_sent = group.grad_phase is not GradPhase.ACCUMULATING
             for slot in group.slots:
                 grad = slot.param.grad
-                if grad is None and group.is_withheld and slot.name not in self._ddp.sync.skipped:
+                is_clear = slot.name in self._ddp.sync.skipped or self._ddp.sync.resets_late
+                if grad is None and group.is_withheld and not is_clear:
                     raise PhaseError(
                         f"the gradient of {slot.name!r} was cleared between backward and step(), to no effect or a wrong one: "
                         "zero_grad() of the torch optimizer or of the module does so. Call zero_grad() of the "

@@ -18,6 +18,7 @@ from megabucket.errors import (
     ConfigError,
     MegabucketError,
     NonFiniteGradientError,
+    TrainabilityChangedError,
     UnusedParameterError,
 )
 from megabucket.layout.identity import plain_identity
@@ -372,3 +373,63 @@ class TestFindUnusedParameters:
 
         with pytest.raises(ConfigError, match=f"find_unused_parameters=True is .* has unused_parameters='{unused}'; keep one"):
             DistributedDataParallel(Parts(), config, find_unused_parameters=True)
+
+
+# Parameters that are frozen for a while #
+
+
+@pytest.mark.parametrize(("sharded", "overlaps"), MODES)
+@pytest.mark.parametrize("ranks_that_freeze", [(0, 1), (1,)])
+def test_a_parameter_that_is_frozen_for_a_step_counts_as_unused_there(sharded, overlaps, ranks_that_freeze):
+    ranks = skipping(use_distributed_optimizer=sharded, overlap_grad_reduce=overlaps)
+
+    def run(rank, ddp):
+        optimizer, found = optimizer_of(ddp), []
+        for step in range(3):
+            ddp.module.a.requires_grad_(not (step == 1 and rank in ranks_that_freeze))
+            take_step(ddp, {"a": 2.0, "b": 4.0})
+            found.append(grads(ddp.module))
+            optimizer.step()
+            ddp.module.a.requires_grad_(True)
+            ddp.zero_grad()
+        return found, ddp.module.a[0].item(), ddp.module.b[0].item()
+
+    # Zeros of the rank that has frozen it: (2 + 0) / 2.
+    of_a = None if len(ranks_that_freeze) == 2 else 1.0
+    expected = [{"a": a, "b": 4.0, "c": None, "d": None} for a in (2.0, of_a, 2.0)]
+    assert ranks.run(run) == [(expected, 1 - 4.0 - (of_a or 0.0), 1 - 12.0)] * 2
+
+
+@pytest.mark.parametrize("unused", ["error", "zero"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_frozen_parameter_is_an_error_that_names_skip_where_it_is_not_left_alone(sharded, unused):
+    ranks = Ranks(2, Parts(), unused_parameters=unused, use_distributed_optimizer=sharded, bucket_size=150)
+
+    def run(rank, ddp):
+        ddp.module.a.requires_grad_(rank == 0)
+        with pytest.raises(TrainabilityChangedError, match="frozen 'a'.*wrap with unused_parameters='skip'") as caught:
+            take_step(ddp, dict.fromkeys("abcd", 1.0))
+        ddp.module.a.requires_grad_(True)
+        take_step(ddp, dict.fromkeys("abcd", 1.0))
+        return str(caught.value)
+
+    first, second = ranks.run(run)
+
+    assert first == second
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_parameter_that_becomes_trainable_is_still_an_error(sharded):
+    model = Parts()
+    model.d.requires_grad_(False)
+    ranks = skipping(2, model, use_distributed_optimizer=sharded)
+
+    def run(rank, ddp):
+        ddp.module.d.requires_grad_(True)
+        ddp.module.a.requires_grad_(False)
+        with pytest.raises(
+            TrainabilityChangedError, match="rank 0 has unfrozen 'd' .*on every rank after changing requires_grad. The"
+        ):
+            take_step(ddp, {"b": 1.0, "d": 1.0})
+
+    ranks.run(run)

@@ -44,7 +44,9 @@ def test_an_interrupt_at_any_line_of_a_step_of_another_form_is_right_or_named_or
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    "call", [pytest.param(call, marks=[pytest.mark.nightly] * call.endswith(" of owners")) for call in CALLS]
+)
 def test_an_interrupt_at_any_line_of_a_call_is_right_or_named_or_breaks_all_ranks(call):
     result = interrupt_at_lines(CALLS[call].combo, every=EVERY_OF_CALL, first=2, call=CALLS[call])
 

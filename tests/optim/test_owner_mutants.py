@@ -92,12 +92,23 @@ def owned_gradients_count_twice(patch):
 def unscaled_at_owners_again(patch):
     original = OwnerExchange.finish_grads
 
-    def finish_grads(self):
-        original(self)
+    def finish_grads(self, **how):
+        original(self, **how)
         for shard in self._owned:
             shard.grad = shard.grad / killers.SCALE
 
     patch.setattr(OwnerExchange, "finish_grads", finish_grads)
+
+
+def changed_gradients_dropped_before_the_norm(patch):
+    original = OwnerExchange.launch_grads
+
+    def launch_grads(self, **how):
+        original(self, **how)
+        for shard in self._held:
+            shard.grad = shard.buffer_grads
+
+    patch.setattr(OwnerExchange, "launch_grads", launch_grads)
 
 
 def changed_gradients_left_behind(patch):
@@ -192,6 +203,11 @@ MUTANTS = (
     ),
     Mutant(owners_do_not_round, killers.test_owners_of_16_bit_parameters_step_on_float32_and_return_rounded_values),
     Mutant(unscaled_at_owners_again, killers.test_gradients_that_were_unscaled_reach_owners_once),
+    Mutant(
+        changed_gradients_dropped_before_the_norm,
+        killers.test_the_norm_is_that_of_unscaled_gradients,
+        r"assert 422\.219\d* == 53\.197",
+    ),
     Mutant(changed_gradients_left_behind, killers.test_gradients_that_were_unscaled_reach_owners_once),
     Mutant(skipped_parameters_stepped, killers.test_owners_leave_a_matrix_alone_that_no_rank_has_used),
     Mutant(

@@ -66,6 +66,37 @@ def test_gradients_that_were_unscaled_reach_owners_once():
         assert_equal(found, in_one_process(2, dtype=dtype), rtol=1e-6, atol=1e-6)
 
 
+def test_the_norm_is_that_of_unscaled_gradients():
+    def program(rank, ddp, optimizer):
+        norms = []
+        for scale in (1.0, SCALE):
+            (ddp(grads_of(rank, 0)) * scale).backward()
+            if scale != 1.0:
+                optimizer.unscale_grads(1 / scale)
+            norms.append(optimizer.step().grad_norm)
+            optimizer.zero_grad()
+        return norms
+
+    for dtype in (torch.float32, torch.bfloat16):
+        for plain, unscaled in on_ranks(2, program, dtype=dtype, nonfinite_gradients="allow", grad_reduce_in_fp32=False):
+            assert unscaled == plain
+
+
+def test_optimizers_that_step_one_after_the_other_have_the_same_unscaled_gradients():
+    def program(rank, ddp, optimizer):
+        for step in range(STEPS):
+            (ddp(grads_of(rank, step)) * SCALE).backward()
+            optimizer.unscale_grads(1 / SCALE)
+            assert all(optimizer.step_part(part).updated for part in (1, 0))
+            optimizer.zero_grad()
+        return train(rank, ddp, optimizer, steps=())
+
+    for dtype in (torch.float32, torch.bfloat16):
+        found = on_ranks(2, program, dtype=dtype, nonfinite_gradients="allow", grad_reduce_in_fp32=False)
+
+        assert_equal(found, in_one_process(2, dtype=dtype), rtol=1e-6, atol=1e-6)
+
+
 def test_owners_leave_a_matrix_alone_that_no_rank_has_used():
     def skips(step):
         return ("c.weight", "b.bias") if step == 2 else ()
