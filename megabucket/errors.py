@@ -37,6 +37,7 @@ values, why it matters, and what to do. All errors pickle, so they cross process
     ├── PeerFailedError (RuntimeError)         a rank could not finish the step
     ├── PeerLostError (RuntimeError)           a rank died or froze
     ├── WrapperBrokenError (RuntimeError)      a rank stopped where the others could only go on
+    ├── UpdateFailedError (RuntimeError)       an optimizer has failed on a whole parameter
     ├── ForkedProcessError (RuntimeError)      a collective in a forked child
     ├── GroupDestroyedError (RuntimeError)     the process group is gone
     ├── PlainOptimizerError (RuntimeError)     a plain optimizer stepping on reduce-scattered gradients
@@ -686,14 +687,14 @@ class WrapperBrokenError(MegabucketError, RuntimeError):
 class UpdateFailedError(MegabucketError, RuntimeError):
     """The code of an optimizer has failed on a whole parameter, which no other rank updates."""
 
-    def __init__(self, *, kind: str, params: Sequence[str], cause: Exception) -> None:
-        self.kind, self.params = kind, tuple(params)
+    def __init__(self, *, kind: str, rank: int, params: Sequence[str], cause: Exception) -> None:
+        self.kind, self.rank, self.params = kind, rank, tuple(params)
         self.param = params[0] if len(params) == 1 else None
         """The parameter, where it is known."""
         where = (
             repr(self.param) if self.param else f"one of the {len(params)} parameters that this rank owns: {name_list(params)}"
         )
-        super().__init__(f"{kind} has failed to update {where} ({type(cause).__name__}: {cause})")
+        super().__init__(f"[rank {rank}] {kind} has failed to update {where} ({type(cause).__name__}: {cause})")
 
 
 class ForkedProcessError(MegabucketError, RuntimeError):

@@ -30,7 +30,7 @@ class OptimizerConfig(Optimizer):
     lr: Positive = 3e-4
     """Learning rate at the end of the warm-up, the highest of the run."""
 
-    muon_lr: Positive = 0.02
+    muon_lr: Positive = 0.015
     """The same of Muon (``name="muon"``), while ``lr`` is that of AdamW beside it. With torch's ``match_rms_adamw``: an update
     is as large as one of AdamW at the same rate."""
 

@@ -277,9 +277,9 @@ def _optimizer_problems(
     for param, own in names.identities.items():
         name, dtype = own.global_name, main_dtype(param.dtype) if computes_in_main else param.dtype
         for entry in there.state.get(name, ()):
-            if entry.kind == "elements":
-                wanted = there.dtype_of(name, entry, dtype)
-                found = find_difference(stored.tensors, state_name(name, entry.key), own.global_shape, wanted, cast=cast)
+            if entry.kind == "elements" or (entry.kind == "other" and param in uncut):
+                wanted, shape = there.dtype_of(name, entry.dtype, dtype), entry.shape or own.global_shape
+                found = find_difference(stored.tensors, state_name(name, entry.key), shape, wanted, cast=cast)
                 problems += [found] if found else []
             elif entry.kind in ("other", "plain") and param not in uncut:
                 problems.append(
@@ -427,14 +427,18 @@ class StoredOptimizer:
             *(f"{key!r} of {name_list(names)} is not in the checkpoint" for key, names in sorted(lacking.items()) if names),
         ]
 
-    def dtype_of(self, name: str, entry: StateEntry, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of values per element here, where the optimizer computes in ``dtype``.
+    def dtype_of(self, name: str, stored: str, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of state here, where the optimizer computes in ``dtype``.
 
-        Values in the dtype that the optimizer computed in follow that dtype; others keep the dtype that it chose for them.
+        State in the dtype that the optimizer computed in follows that dtype; other keeps the dtype that it chose for it.
+
+        Args:
+            name: of the parameter.
+            stored: the dtype of its state in the checkpoint.
         """
         weight = self.stored.tensors.get(f"{Prefix.MODEL}{name}")
-        computed_in = self.computed_in.get(name) or (weight.dtype if weight is not None else entry.dtype)
-        return dtype if entry.dtype == computed_in else dtype_named(entry.dtype)
+        computed_in = self.computed_in.get(name) or (weight.dtype if weight is not None else stored)
+        return dtype if stored == computed_in else dtype_named(stored)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -505,7 +509,7 @@ class _OptimizerLoad:
         flats: dict[str, torch.Tensor] = {}
         for entry in self.there.state.get(first, ()):
             if entry.kind == "elements":
-                dtype = self.there.dtype_of(first, entry, shard.main.dtype)
+                dtype = self.there.dtype_of(first, entry.dtype, shard.main.dtype)
                 state[entry.key] = flats[entry.key] = torch.zeros_like(shard.main, dtype=dtype, requires_grad=False)
             else:
                 state[entry.key] = _number(entry, shard.main.device, group)
@@ -545,17 +549,26 @@ class _OptimizerLoad:
             name = state_name(own.global_name, entry.key)
             value: Any
             if entry.kind == "elements":
-                value = pending.want_like(name, param, self.there.dtype_of(own.global_name, entry, dtype), own)
+                value = pending.want_like(name, param, self.there.dtype_of(own.global_name, entry.dtype, dtype), own)
             elif entry.kind == "other":
-                stored = pending.want_stored(name)
-                value = torch.empty_like(stored, device=param.device)
-                pending.copies.append((value, stored))
+                value = self._whole_entry(name, param, own.global_name, dtype)
             elif entry.kind == "plain":
-                value = decode(json.loads(entry.number[1]), pending.want_stored)
+                find = partial(self._whole_entry, param=param, of=own.global_name, dtype=dtype)
+                value = decode(json.loads(entry.number[1]), find)
             else:
                 value = _number(entry, param.device, group)
             state[entry.key] = value
         return state
+
+    def _whole_entry(self, name: str, param: torch.Tensor, of: str, dtype: torch.dtype) -> torch.Tensor:
+        """Request a tensor of any shape in the state of a whole parameter and return it, on the device of the parameter."""
+        stored = self.pending.want_stored(name)
+        wanted = self.there.dtype_of(of, self.pending.stored.tensors[name].dtype, dtype)
+        if param.device == stored.device and wanted == stored.dtype:
+            return stored
+        value = torch.empty_like(stored, dtype=wanted, device=param.device)
+        self.pending.copies.append((value, stored))
+        return value
 
 
 def _number(entry: StateEntry, device: torch.device, group: Mapping[str, Any]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
@@ -23,7 +23,6 @@ from megabucket.ddp.step import AGREED, REPORTED, UPDATING, StepState
 from megabucket.errors import ConfigError, PhaseError, UnreducedGradientsError, name_list, refuse_copies
 from megabucket.optim.kernels import find_kernels
 from megabucket.optim.norm import GlobalNorm, check_norm_settings, clip_by_norm
-from megabucket.optim.owner_exchange import OwnerExchange
 from megabucket.optim.sharding import Sharding
 from megabucket.optim.shards import GradShard
 from megabucket.optim.state_dict import join, pack
@@ -260,8 +259,8 @@ class DistributedOptimizer(SteppingForWrapper):
         """Return attributes that only a given optimizer has, such as ``train`` and ``eval`` of schedule-free ones."""
         if name in ("torch_optimizers", "sharding"):
             raise AttributeError(name)
-        having = next((one for one in self.torch_optimizers if hasattr(one, name)), self.torch_optimizers[0])
-        found = getattr(having, name)
+        having = [one for one in self.torch_optimizers if getattr(one, name, None) is not None]
+        found = getattr((having or self.torch_optimizers)[0], name)
         return partial(self._switch_weights, name) if name in _SWITCHES else found
 
     @torch.inference_mode(False)
@@ -273,7 +272,7 @@ class DistributedOptimizer(SteppingForWrapper):
             PhaseError: a step is open, or the optimizer is not the current one.
             PeerFailedError: another rank has failed.
         """
-        of_mode = [one for one in self.torch_optimizers if hasattr(one, name)]
+        of_mode = [one for one in self.torch_optimizers if getattr(one, name, None) is not None]
         if all(group.get("train_mode") is (name == "train") for one in of_mode for group in one.param_groups):
             return  # frameworks call this before each forward
         with self.ddp.sync.call(f"{name}()") as call:
@@ -335,7 +334,7 @@ class DistributedOptimizer(SteppingForWrapper):
         if is_early and only_makes_state(self.param_groups, self.ddp.param_names):
             self.sharding.make_state()
             return None
-        if self._parts_done:
+        if self._done_in_step[1] and self._parts_done:
             self._refuse_second_step(
                 "step() of a DistributedOptimizer was called after one of its parts has stepped on the same gradients, and "
                 "would step again. Step the other parts, or run backward and zero_grad() before."
@@ -364,7 +363,8 @@ class DistributedOptimizer(SteppingForWrapper):
                 self.skip(sync.skip_reason)
             else:
                 with sync.failing_on_all_ranks("optimizer.step()", UPDATING):
-                    self.send_to_owners(part)
+                    if self.sharding.exchange is not None:
+                        self.send_to_owners(part)
                     norm = self.global_norm.of(norms if measures_early else self.norms_of(part)) if needs_norm else math.nan
                     if needs_norm and not norm <= self.largest_norm:
                         self.skip(self.why_not(norm), norm=norm)
@@ -471,11 +471,9 @@ class DistributedOptimizer(SteppingForWrapper):
         Args:
             part: index of the given optimizer that steps; ``None``: all.
         """
-        if (exchange := self._exchange_of(part)) is not None:
+        exchange = self.sharding.exchange
+        if exchange is not None and (part is None or self.sharding.updates[part].is_whole):
             exchange.launch_grads(are_widened=self._has_loaded)
-
-    def _exchange_of(self, part: int | None) -> OwnerExchange | None:
-        return self.sharding.exchange if part is None or self.sharding.updates[part].is_whole else None
 
     def norms_of(self, part: int | None = None) -> list[torch.Tensor]:
         """Return the norms of the gradients of this rank that count in the global norm.
@@ -483,10 +481,12 @@ class DistributedOptimizer(SteppingForWrapper):
         Args:
             part: index of the given optimizer whose parameters are measured; ``None``: of all.
         """
-        # Unless they were loaded to be changed, the buffers have the same values.
-        return [
-            self.global_norm.of_grad(shard.grad if self._has_loaded else shard.buffer_grads) for shard in self._counted(part)
-        ]
+        return list(map(self.global_norm.of_grad, map(self._reduced, self._counted(part))))
+
+    def _reduced(self, shard: GradShard) -> torch.Tensor:
+        """Return a reduced gradient with the changes made to it, before it is clipped: 1D."""
+        # Unless it was loaded to be changed, the buffer has the same values.
+        return shard.flat_grad if self._has_loaded else shard.buffer_grads
 
     def update(self, norm: float, *, max_norm: float, part: int | None = None) -> None:
         """Clip, step on the shards and gather the parameters.
@@ -495,12 +495,11 @@ class DistributedOptimizer(SteppingForWrapper):
             max_norm: 0 clips nothing.
             part: index of the given optimizer that steps; ``None``: all.
         """
-        sync, sharding, num_zeros = self.ddp.sync, self.sharding, None
-        updates, exchange = sharding.updates if part is None else sharding.updates[part : part + 1], self._exchange_of(part)
+        sync, sharding = self.ddp.sync, self.sharding
+        updates = sharding.updates if part is None else sharding.updates[part : part + 1]
+        exchange = sharding.exchange if part is None or updates[0].is_whole else None
         skipped = sync.skipped if sharding.skips_some else ()
-        if self._settings["returns_num_zeros"]:
-            used = [shard for shard in sharding.grad_shards if shard.counts and shard.segment.params[0] not in skipped]
-            num_zeros = self.global_norm.num_zeros((shard.grad for shard in used), numel=sum(shard.numel for shard in used))
+        num_zeros = self._count_zeros(skipped) if self._settings["returns_num_zeros"] else None
         if exchange is not None:
             exchange.finish_grads()
         grads = list(map(_grad if self._has_loaded else _load_grad, chain.from_iterable(map(_shards, updates))))
@@ -521,10 +520,16 @@ class DistributedOptimizer(SteppingForWrapper):
             self.ddp.start_param_sync()
         if part is None or self._is_last_part(part):
             sync.end_update()
+            if sharding.exchange is not None:
+                sharding.exchange.forget_widened()
         # Without a norm of the whole model, one over some of its ranks was taken to find non-finite gradients.
         self.last_step = StepResult(
             updated=True, grad_norm=norm if self._has_norm else math.nan, reason="", num_zeros=num_zeros
         )
+
+    def _count_zeros(self, skipped: Container[str]) -> int:
+        used = [shard for shard in self._counted(None) if shard.segment.params[0] not in skipped]
+        return self.global_norm.num_zeros(map(self._reduced, used), numel=sum(shard.numel for shard in used))
 
     # Parts #
 
@@ -687,7 +692,7 @@ class DistributedOptimizer(SteppingForWrapper):
             where = "" if part is None else f" of part {part}"
             self._take_grads(f"clip_grad_norm_({float(max_norm)}, norm_type={float(kind)}){where}")
             over_ranks = self._norm_of_type(kind)
-            norm = over_ranks.of([over_ranks.of_grad(shard.grad) for shard in self._counted(part)])
+            norm = over_ranks.of([over_ranks.of_grad(shard.flat_grad) for shard in self._counted(part)])
             if math.isfinite(norm):
                 grads = [shard.grad for shard in self._grad_shards_of(part)]
                 clip_by_norm(grads, norm=norm, max_norm=max_norm, scale=self._kernels.scale)
@@ -777,7 +782,15 @@ class DistributedOptimizer(SteppingForWrapper):
             OptimizerParametersError: the state of a shard cannot be split by parameter.
             PeerFailedError: another rank has failed.
         """
-        return join(self.state_dicts())
+        if len(self.torch_optimizers) == 1:
+            return self.state_dicts()[0]
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        joined = join(self.state_dicts())
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, joined)
+            joined = joined if changed is None else changed
+        return joined
 
     @torch.inference_mode(False)
     def state_dicts(self) -> list[dict[str, Any]]:
@@ -800,7 +813,15 @@ class DistributedOptimizer(SteppingForWrapper):
             LayoutMismatchError: ranks load different state.
             PeerFailedError: another rank has failed.
         """
+        if len(self.torch_optimizers) == 1:
+            self.sharding.load(state_dict)
+            return
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         self.sharding.load(state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
 
 class OptimizerPart(SteppingForWrapper):

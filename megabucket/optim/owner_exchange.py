@@ -101,8 +101,6 @@ class OwnerExchange:
                 plan, dtype = bucket.plan, bucket.dtypes[are_widened]
                 calls.append(_call(pieces, plan.held_numels, plan.owned_numels, dtype=dtype, device=bucket.device))
             self._launch(group, GRADS_TO_OWNERS, buckets, calls)
-        for shard in self._held:
-            shard.grad = shard.buffer_grads  # without the widened copy
 
     def finish_grads(self) -> None:
         """Wait for the gradients of the parameters that this rank owns."""
@@ -147,6 +145,12 @@ class OwnerExchange:
         """Wait for the gradients on their way, which no rank needs."""
         for _ in self._finish():
             pass
+        self.forget_widened()
+
+    def forget_widened(self) -> None:
+        """Free the widened copies of 16-bit gradients: at the end of a step, since norms and other parts read them."""
+        for shard in self._held:
+            shard.grad = shard.buffer_grads
 
     def _launch(
         self, group: _ParamAndGradBucketGroup, what: str, buckets: Sequence[_Bucket], calls: Sequence[AllToAll]

@@ -86,7 +86,7 @@ class Sharding:
         self._ddp = ddp
         self._unscale = unscale
         self._is_sharded = ddp.policy.is_sharded
-        self.updates = [Update(optimizer) for optimizer in optimizers]
+        self.updates = [Update(optimizer, rank=ddp.communicator.rank) for optimizer in optimizers]
         self.state = ParamState(self)
         # For parameters without a shard, beside the optimizer's own state: see WholeState.
         self._main_values: dict[torch.Tensor, torch.Tensor] = {}
@@ -779,10 +779,10 @@ def _checksums(whole: WholeState, names: Mapping[torch.nn.Parameter, str]) -> di
 
 
 def _detached(value: Any) -> Any:
-    """Return a value of state without the graph; numbers as copies."""
-    if isinstance(value, torch.Tensor) and value.numel() != 1:
-        return value.detach()
-    return copy.deepcopy(value)
+    """Return a value of state without the graph; numbers as copies, lists and the like as they are."""
+    if isinstance(value, torch.Tensor):
+        return value.detach() if value.numel() != 1 else value.detach().clone()
+    return value
 
 
 def _refuse_shards(reference: weakref.ref[Sharding], held: torch.optim.Optimizer, method: str) -> None:

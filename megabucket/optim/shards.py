@@ -107,6 +107,11 @@ class GradShard:
         """Return the place of a range of the buffer in the tensors of the segment."""
         return slice(in_buffer.start - self.segment.span.start, in_buffer.stop - self.segment.span.start)
 
+    @property
+    def flat_grad(self) -> torch.Tensor:
+        """``grad`` in one dimension, in memory order."""
+        return self.grad
+
     def load_grad(self) -> torch.Tensor:
         """Return ``grad`` after loading the reduced gradient of this step."""
         if self.buffer_grads.dtype != self.dtype:
@@ -180,6 +185,11 @@ class WholeShard(MainShard):
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """Return a 1D tensor of the parameter in its shape and memory order."""
         return view_like(flat, 0, self._like.shape, self._like.stride())
+
+    @property
+    def flat_grad(self) -> torch.Tensor:
+        """``grad`` in one dimension, in memory order."""
+        return in_memory_order(self.grad, self._like)
 
     def receive(self, grads: torch.Tensor) -> None:
         """Take the gradient of this step, or an empty one after it: 1D, in memory order."""

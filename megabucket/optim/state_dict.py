@@ -195,6 +195,10 @@ class StateCutter:
             # In the dtype and memory order of the main parameter.
             if is_per_element(key, value, param) and self._whole.follows_param(param, value):
                 found[key] = torch.empty_like(shard.main, requires_grad=False).copy_(value)
+            elif key not in KNOWN_NUMBERS:
+                found[key] = _map_tensors(
+                    lambda of: of.to(shard.main.dtype) if self._whole.follows_param(param, of) else of, value
+                )
         return found
 
     @torch.no_grad()
@@ -216,6 +220,15 @@ class StateCutter:
                 _fill(piece, held[piece.param], param)
         if held is None:
             shard.follow_buffer()
+
+
+def _map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return state of a whole parameter with changed tensors, also those in lists, tuples and dicts."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if type(value) is dict:
+        return {key: _map_tensors(change, one) for key, one in value.items()}
+    return type(value)(_map_tensors(change, one) for one in value) if type(value) in (list, tuple) else value
 
 
 def _fill(piece: StatePiece, whole: torch.Tensor, param: torch.nn.Parameter) -> None:
@@ -445,13 +458,12 @@ def _of_owners(
 
 def _from_owner(communicator: Communicator, payload: bytes, owner: int, device: torch.device) -> bytes:
     """Return the payload of one rank, of any length, on all ranks."""
-    size = torch.tensor([len(payload)], device=device)
-    communicator.launch([Broadcast(size, owner)], label="size of optimizer state").wait()
-    whole = torch.empty(int(size), dtype=torch.uint8, device=device)
+    size = torch.tensor([len(payload)], dtype=torch.int64, device=device)
+    handle = communicator.launch([Broadcast(size, owner)], label="size of optimizer state")
+    whole = torch.empty(int(handle.read(size)), dtype=torch.uint8, device=device)
     if communicator.rank == owner:
         whole.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-    communicator.launch([Broadcast(whole, owner)], label="optimizer state of an owner").wait()
-    return whole.cpu().numpy().tobytes()
+    return communicator.launch([Broadcast(whole, owner)], label="state at an owner").read(whole).numpy().tobytes()
 
 
 def _place(storage: Any, location: str, *, device: torch.device) -> Any:
@@ -701,12 +713,13 @@ def unpack(
     computed_in = {param_at[index]: dtype_named(name) for index, name in own.get(_COMPUTED_IN, {}).items() if index in param_at}
     dtypes = {param: main_dtype(param.dtype) for param in param_at.values()}
     for param, dtype in dtypes.items():
-        if own and dtype != param.dtype:
+        if param in computed_in and dtype != param.dtype:
             mains.setdefault(param, param.detach().to(dtype))
         if param in values:
+            shape = None if param in uncut else param.shape
+            follow = partial(_follow, shape=shape, computed_in=computed_in.get(param), dtype=dtype)
             values[param] = {
-                key: value if key in KNOWN_NUMBERS else _follow(value, param, computed_in.get(param), dtype)
-                for key, value in values[param].items()
+                key: value if key in KNOWN_NUMBERS else _map_tensors(follow, value) for key, value in values[param].items()
             }
     hyperparameters = [{key: value for key, value in group.items() if key != "params"} for group in shell.param_groups]
     return WholeState(values, mains, dtypes), hyperparameters
@@ -721,14 +734,19 @@ def set_groups(param_groups: Sequence[dict[str, Any]], groups: Sequence[Mapping[
         group["params"] = params
 
 
-def _follow(value: Any, param: torch.Tensor, computed_in: torch.dtype | None, dtype: torch.dtype) -> Any:
+def _follow(
+    value: torch.Tensor, *, shape: torch.Size | None, computed_in: torch.dtype | None, dtype: torch.dtype
+) -> torch.Tensor:
     """Convert values from the dtype of their optimizer's computation to that of this one.
 
     A ``state_dict`` of plain torch does not have that dtype; there all floating state follows the parameter, as in torch.
+
+    Args:
+        shape: of values per element, where all other state is numbers.
     """
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+    if not value.is_floating_point():
         return value
-    follows = value.dtype == computed_in if computed_in is not None else value.shape == param.shape
+    follows = value.dtype == computed_in if computed_in is not None else shape is None or value.shape == shape
     return value.to(dtype) if follows else value
 
 

@@ -419,18 +419,18 @@ def _start(shapes: _Shapes, device: torch.device) -> torch.Tensor:
 
 def _grads(shapes: _Shapes, step: int, device: torch.device) -> torch.Tensor:
     """Return the gradients of one step: 1D, float32, no two of them alike."""
-    numels = torch.tensor(_numels(shapes), device=device)
+    numels = torch.tensor(_numels(shapes), dtype=torch.int64, device=device)
     at = torch.arange(int(numels.sum()), dtype=torch.float32, device=device)
     # Those of every second tensor change their sign in each step. So estimates of how far gradients lead, by which an optimizer
     # may enlarge its updates even at a fixed rate, differ between one tensor and all.
-    turns = torch.arange(len(shapes), device=device).repeat_interleave(numels) % 2 * (step % 2)
+    turns = torch.arange(len(shapes), dtype=torch.int64, device=device).repeat_interleave(numels) % 2 * (step % 2)
     # Larger from tensor to tensor: with equal maxima, a bound that depends on the largest gradient would be equal everywhere.
     return (torch.cos(1.3 * at) * (1 - 2 * turns) + 0.3 * torch.cos(2.1 * at + step)) * (0.02 + at / len(at))
 
 
 def _is_changed(numel: int, device: torch.device) -> torch.Tensor:
     """Return which elements get other gradients: some of each row, column and block, whatever the shape."""
-    return torch.arange(numel, device=device) * 7919 % 31 < 12
+    return torch.arange(numel, dtype=torch.int64, device=device) * 7919 % 31 < 12
 
 
 def _difference(

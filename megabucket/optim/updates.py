@@ -98,8 +98,9 @@ class GroupMembers:
 class Update:
     """One of the given optimizers, and the twin that steps in its place on the tensors of this rank."""
 
-    def __init__(self, given: torch.optim.Optimizer) -> None:
+    def __init__(self, given: torch.optim.Optimizer, *, rank: int) -> None:
         self.given: Any = given
+        self._rank = rank  # in errors
         self.members = GroupMembers(given)
         self.is_whole = False
         """Whether it steps on whole parameters, and not on flat shards."""
@@ -173,7 +174,9 @@ class Update:
         except Exception as error:
             if not self.is_whole:
                 raise
-            raise UpdateFailedError(kind=type(self.given).__name__, params=self._names_in(error), cause=error) from error
+            raise UpdateFailedError(
+                kind=type(self.given).__name__, rank=self._rank, params=self._names_in(error), cause=error
+            ) from error
         carry(self.twin, self.given)
 
     def _names_in(self, error: Exception) -> list[str]:

@@ -668,7 +668,7 @@ NO_STATE_OF_AN_OPTIMIZER = {
     ),
     "no step count": (
         lambda optimizer: optimizer["state"][0]["entries"].pop(0),
-        "'step' of 'bias', 'weight' is not in the checkpoint",
+        "'step' of 'weight', 'bias' is not in the checkpoint",
     ),
     "a number of a terabyte": (
         changed("state", 0, "entries", 0, 4, to=[1 << 40]),

@@ -156,6 +156,7 @@ TEXTS = {
         "ranks: nothing can be sent any more, and parameters may be of two different steps. On every rank call ddp.detach(), "
         "wrap the module again, make the optimizer anew and load the last checkpoint."
     ),
+    "UpdateFailedError": "[rank 1] Muon has failed to update 'a' (ValueError: boom)",
     "ForkedProcessError": (
         "[rank 1] backward in a forked child process. The threads of the process group exist in the parent only, so this "
         "would wait for ever. Train in the process that wrapped the module; start helpers with the 'spawn' method, or let "

@@ -47,6 +47,7 @@ EXAMPLES = [
     errors.PeerFailedError(step=3, rank=1, phase="forward", cause="ValueError: boom"),
     errors.PeerLostError(ranks=[1], states=["was last seen 31.5 s ago in forward"], during="waiting for bucket 0"),
     errors.WrapperBrokenError(step=3, rank=1, phase="update", cause="KeyboardInterrupt"),
+    errors.UpdateFailedError(kind="Muon", rank=1, params=["a"], cause=ValueError("boom")),
     errors.ForkedProcessError(rank=1, operation="backward"),
     errors.GroupDestroyedError(rank=1, operation="backward"),
     errors.PlainOptimizerError(optimizer="AdamW", params=["a"], rank=1),

@@ -81,7 +81,8 @@ class Launch(NamedTuple):
 
 
 def name_of(label):
-    name = re.sub(r"^(bucket|param gather|gradient gather) \d+", r"\1 k", label.removesuffix(" length"))
+    numbered = r"^(bucket|param gather|gradient gather|gradients to owners|values to shards) \d+"
+    name = re.sub(numbered, r"\1 k", label.removesuffix(" length"))
     name = re.sub(r"^((?:saving|loading) a checkpoint): (?!writing).*", r"\1: P", name)
     name = re.sub(r"^unused parameters of \S+", "unused parameters of G", name)
     return re.sub(r"^gradients along .*", "gradients along X", re.sub(r"^.* texts$", "<gate> texts", name))
@@ -227,6 +228,12 @@ class TrainEval(torch.optim.SGD):
         self.param_groups[0]["train_mode"] = False
 
 
+class OfWholeParameters(TrainEval):
+    """Each parameter has an owner."""
+
+    update_kind = "tensor"
+
+
 def steps(api, _, **config):
     ddp = api.wrap(**config)
     optimizer = api.own(ddp, clip_grad=1.0, returns_num_zeros=True)
@@ -322,6 +329,20 @@ def switched(api, _, **config):
         api("eval()", optimizer.eval)
 
 
+def owned(api, directory, **config):
+    ddp = api.wrap(**config)
+    optimizer = api.own(ddp, kind=OfWholeParameters, clip_grad=1.0)
+    for _ in range(2):
+        api("train()", optimizer.train)
+        assert api.step(ddp, optimizer).updated
+        api("eval()", optimizer.eval)
+    saved = api("state_dict()", optimizer.state_dict)
+    api("load_state_dict()", optimizer.load_state_dict, saved)
+    api("rebuild()", ddp.rebuild)
+    api("save_checkpoint()", mb.save_checkpoint, directory / "one", ddp, optimizer, step=1)
+    api("load_checkpoint()", mb.load_checkpoint, directory / "one", ddp, optimizer)
+
+
 def polled(api, _, **config):
     ddp = api.wrap(**config)
     optimizer, stop = api.own(ddp), mb.AgreedStop(ddp)
@@ -400,6 +421,8 @@ RUNS = {
     "calls, experts": (experts, calls, SHARDED),
     "calls, no fence": (alike, calls, {**SHARDED, "fence": False}),
     "switched, reduce-scatter": (alike, switched, SHARDED),
+    "owned, reduce-scatter": (alike, owned, SHARDED),
+    "owned, replicas": (replicas, owned, {**SHARDED, "overlap_param_gather": True}),
     "polled, no fence": (alike, polled, {"fence": False}),
     "faults, all-reduce": (alike, faults, {}),
     "faults, reduce-scatter": (alike, faults, SHARDED),

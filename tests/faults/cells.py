@@ -375,6 +375,8 @@ OWNERS_IN_GROUPS = (
     Combo(Mode.REDUCE_SCATTER, False, 4, form=Form.REPLICAS, has_owners=True),
 )
 """The same inside the groups of experts, and of shards with replicas."""
+OWNERS_IN_FORMS = tuple(replace(combo, has_owners=True) for combo in in_forms(Form.CHAINED, Form.AMP) if combo.is_sharded)
+"""The same under a chain, whose second part fails, and with a loss scaler."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -38,6 +38,7 @@ from megabucket.errors import (
     PhaseError,
     ReplicasDivergedError,
     StepMismatchError,
+    UpdateFailedError,
     WrapperBrokenError,
 )
 from megabucket.optim.averaging import ShardedEMA, param_norms
@@ -184,7 +185,7 @@ class Trainer:
             self.optimizer.load_state_dict(self.state)
 
     def start_again(self) -> None:
-        """Load what was saved into the detached module, wrap it and train on all batches, as the text of a broken wrapper asks."""
+        """Wrap the detached module, load what was saved and train on all batches, as the text of a broken wrapper asks."""
         try:
             self.ddp.module.load_state_dict(self.snapshot)
             self.wrap()
@@ -209,7 +210,7 @@ class Trainer:
             try:
                 self.step(batch, interrupting)
                 batch += 1
-            except (Alarm, KeyboardInterrupt):
+            except (Alarm, KeyboardInterrupt, UpdateFailedError):  # the last has an Alarm as its cause
                 self.seen.append("interrupted")
             except (WrapperBrokenError, PeerLostError) as error:
                 self.named.add(type(error).__name__)
@@ -338,6 +339,10 @@ CALLS: dict[str, Call] = {
     "unscale_grads": Call(
         between=lambda trainer: trainer.optimizer.unscale_grads(1.0), config={"nonfinite_gradients": "allow"}
     ),
+}
+CALLS |= {
+    f"{name} of owners": replace(CALLS[name], combo=OWNERS[0])
+    for name in ("state_dict", "load_state_dict", "rebuild", "save_checkpoint, load_checkpoint", "param_norms", "unscale_grads")
 }
 """What is called by all ranks, and interrupted on one."""
 
@@ -515,18 +520,18 @@ def _train_in_threads(call: Call, *, culprit: int, at_line: _AtLine) -> list[Tra
     with tempfile.TemporaryDirectory(prefix="megabucket-faults-") as root:
         trainers: list[Trainer] = world.run(run)
     if combo.has_owners and all(trainer.is_broken and not trainer.wrong for trainer in trainers):
-        _start_again(combo, trainers)
+        _start_again(call, trainers)
     return trainers
 
 
-def _start_again(combo: Combo, trainers: Sequence[Trainer]) -> None:
+def _start_again(call: Call, trainers: Sequence[Trainer]) -> None:
     """Let broken ranks recover in a world of their own: processes have a group that is as good as before."""
-    world = LoopbackWorld(combo.num_ranks, timeout_s=20.0)
-    groups = make_groups(combo, world.subgroup)
+    world = LoopbackWorld(call.combo.num_ranks, timeout_s=20.0)
+    groups = make_groups(call.combo, world.subgroup)
 
     def run(rank: int) -> None:
-        trainer, ours = trainers[rank], Ours(combo, groups=groups[rank])
-        trainer.wrap_again = lambda module: ours.wrap(module, {}, world.communicator(rank))
+        trainer, ours = trainers[rank], Ours(call.combo, groups=groups[rank])
+        trainer.wrap_again = lambda module: ours.wrap(module, call.config, world.communicator(rank))
         trainer.start_again()
 
     world.run(run)

@@ -12,7 +12,7 @@ import torch
 from megabucket.optim import DistributedOptimizer
 
 from .acts import Act, Do, before
-from .cells import OWNERS, OWNERS_IN_GROUPS, Cell, Fault, FaultError, Form, Here, Kind, Recovery, named
+from .cells import OWNERS, OWNERS_IN_FORMS, OWNERS_IN_GROUPS, Cell, Fault, FaultError, Form, Here, Kind, Recovery, named
 from .kinds_process import NOTICE_DEAD_S, NOTICE_FROZEN_S, QUICK, lost
 from .model import LEARNING_RATE, FaultModel, muon_and_adamw
 from .trip import boom, die_by, freeze, install
@@ -149,7 +149,7 @@ OWNER_KINDS = (
         "An exception in the update of one owner: named with rank, parameter and cause, and broken on all.",
         _fails,
         places=("owner",),
-        combos=_ALL,
+        combos=(*_ALL, *OWNERS_IN_FORMS),
     ),
     _kind(
         "owner-hook",

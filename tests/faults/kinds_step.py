@@ -16,6 +16,9 @@ from .cells import (
     EXPLICIT,
     FEW,
     FORMS,
+    OWNERS,
+    OWNERS_IN_FORMS,
+    OWNERS_IN_GROUPS,
     PAIRS,
     RIGHT,
     SCALED,
@@ -419,7 +422,12 @@ _NO_POLICY = {"skip_step": "torch DDP has no policy for gradients that are not f
 _SOME = (*PAIRS, *EXPLICIT)
 
 STEP_KINDS = (
-    Kind("none", "Every step is right: the control.", lambda _: Fault(), combos=(*EVERY, *EXPLICIT, *FORMS)),
+    Kind(
+        "none",
+        "Every step is right: the control.",
+        lambda _: Fault(),
+        combos=(*EVERY, *EXPLICIT, *FORMS, *OWNERS, *OWNERS_IN_GROUPS, *OWNERS_IN_FORMS),
+    ),
     Kind(
         "unused",
         "The error names parameters and ranks in the same step; under the policy zero the step is right.",
@@ -436,7 +444,7 @@ STEP_KINDS = (
         "dropped-step",
         "A rank that does not step is named before anything else is updated.",
         _dropped_step,
-        combos=(*_SOME, *FORMS),
+        combos=(*_SOME, *FORMS, *OWNERS, *OWNERS_IN_GROUPS, *OWNERS_IN_FORMS),
     ),
     Kind(
         "microbatches",
@@ -459,7 +467,7 @@ STEP_KINDS = (
         "All ranks raise one error about the rank that failed; the next step is right.",
         _raised,
         places=(*_RAISE_PLACES, "forward+block", "backward-1+block", "between+block"),
-        combos=(*EVERY, *FORMS),
+        combos=(*EVERY, *FORMS, OWNERS[0]),
         not_in_torch=_NO_BLOCK,
     ),
     Kind(
@@ -482,7 +490,7 @@ STEP_KINDS = (
         "The other ranks raise an error with the caller's reason; the next step is right.",
         _aborted,
         places=("first", "after-forward", "after-microbatch", "before-step"),
-        combos=(*PAIRS, *in_forms(Form.COPIES, Form.CHAINED)),
+        combos=(*PAIRS, *in_forms(Form.COPIES, Form.CHAINED), OWNERS[1]),
         not_in_torch="torch DDP has no abort_step()",
     ),
     Kind(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .cells import FORMS, Cell, Combo, Form, Mode, Recovery
@@ -19,6 +19,8 @@ EPISODES = 40
 _HEALTHY_SHARE = 0.3
 _FORM_SHARE = 0.3
 """Of worlds whose program has a form of its own."""
+_OWNER_SHARE = 0.2
+"""Of sharded worlds whose weights have owners."""
 
 
 @dataclass
@@ -48,6 +50,8 @@ def draw_world(seed: int, *, num_episodes: int = EPISODES) -> Play:
     combo = Combo(mode, draw.random() < 0.7, draw.choice((2, 2, 3, 4)), is_explicit)
     if draw.random() < _FORM_SHARE:
         combo = draw.choice(FORMS)
+    if combo.is_sharded and random.Random(f"owners {seed}").random() < _OWNER_SHARE:  # all other draws are as without owners
+        combo = replace(combo, has_owners=True)
     config = {
         "unused_parameters": draw.choice(("error", "zero")),
         "nonfinite_gradients": draw.choice(("error", "skip_step")),
@@ -66,8 +70,8 @@ def draw_world(seed: int, *, num_episodes: int = EPISODES) -> Play:
 def candidates(combo: Combo, seed: int = 0) -> Iterator[Cell]:
     """Yield a cell for each place of each kind that may happen again and again with a combination."""
     for kind in KINDS.values():
-        setup = (combo.mode, combo.is_explicit, combo.form, combo.has_owners)
-        is_known = any((one.mode, one.is_explicit, one.form, one.has_owners) == setup for one in kind.combos)
+        setup = (combo.mode, combo.is_explicit, combo.form)
+        is_known = any((one.mode, one.is_explicit, one.form) == setup for one in kind.combos)
         if kind.soaks and not kind.needs_processes and is_known:
             yield from (Cell(kind.name, place, combo, seed) for place in kind.places)
 
@@ -78,7 +82,8 @@ def _fits(cell: Cell, config: dict[str, Any]) -> bool:
     expect = fault.expect
     goes_on = all(one.recovery is not Recovery.OVER and not one.at_wrap for one in expect.alternatives())
     # What is unused, or not finite, is an error here or not by the config.
-    if "bucket" in expect.fields and config["bucket_groups"] == "single":
+    has_other_buckets = cell.combo.has_owners and not cell.combo.overlaps
+    if "bucket" in expect.fields and (config["bucket_groups"] == "single" or has_other_buckets):
         return False  # the bucket's number is another one
     return goes_on and all(config.get(name, value) == value for name, value in fault.config.items())
 

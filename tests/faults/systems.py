@@ -112,14 +112,15 @@ class Ours:
         """
         form = self._combo.form
         if form is Form.CHAINED:
-            return ChainedOptimizer([DistributedOptimizer(_sgd(part.module, momentum), part) for part in ddp.parts])
-        if self._combo.has_owners:
-            return DistributedOptimizer(muon_and_adamw(model), ddp)
-        optimizer = _sgd(model, momentum)
+            return ChainedOptimizer([DistributedOptimizer(self._given(part.module, momentum), part) for part in ddp.parts])
+        given = self._given(model, momentum)
         if not self._combo.has_own_optimizer:
-            return optimizer
-        ours = DistributedOptimizer(optimizer, ddp)
+            return given[0]
+        ours = DistributedOptimizer(given, ddp)
         return Scaled(ours, make_scaler(form, SCALE)) if form in (Form.SCALER, Form.AMP) else ours
+
+    def _given(self, model: torch.nn.Module, momentum: float) -> list[torch.optim.Optimizer]:
+        return muon_and_adamw(model) if self._combo.has_owners else [_sgd(model, momentum)]
 
     def after_backward(self, here: Here) -> None:
         """Hand over the gradients that do not come through autograd."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from faults.interrupts import CALLS, COMBOS, FORM_COMBOS, Trainer, interrupt_at_lines, verdict_of
+from faults.interrupts import CALLS, COMBOS, FORM_COMBOS, OWNER_COMBOS, Call, Trainer, interrupt_at_lines, verdict_of
 from faults.judge import Name, judge
 from faults.kinds import fault_of, select
 from faults.player import Play
@@ -17,7 +17,10 @@ from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.step import GradSync
 from megabucket.ddp.wrap import Wrapping
 from megabucket.optim.distributed_optimizer import DistributedOptimizer
+from megabucket.optim.owner_exchange import OwnerExchange, _call
+from megabucket.optim.sharding import Sharding
 from megabucket.optim.state_dict import unshard
+from megabucket.optim.updates import Update
 
 EVERY, EVERY_OF_CALL, EVERY_OF_FORM = 101, 503, 401  # lines
 
@@ -41,12 +44,36 @@ def test_an_interrupt_at_any_line_of_a_step_of_another_form_is_right_or_named_or
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    "call", [pytest.param(call, marks=[pytest.mark.nightly] * call.endswith(" of owners")) for call in CALLS]
+)
 def test_an_interrupt_at_any_line_of_a_call_is_right_or_named_or_breaks_all_ranks(call):
     result = interrupt_at_lines(CALLS[call].combo, every=EVERY_OF_CALL, first=2, call=CALLS[call])
 
     assert result.failures == []
     assert result.counts.total() >= 1
+
+
+AROUND_OWNERS = [
+    *(OwnerExchange.launch_grads, OwnerExchange.finish_grads, OwnerExchange.return_values, OwnerExchange._finish, _call),
+    *(DistributedOptimizer._step, DistributedOptimizer.update, Sharding.store_values, Update.step, Update.call),
+]
+"""The functions between the verdict of all ranks and the gather, where weights have owners."""
+
+
+@pytest.mark.parametrize(
+    ("combo", "every"),
+    [
+        *((combo, 11) for combo in OWNER_COMBOS),
+        *(pytest.param(combo, 1, marks=pytest.mark.nightly) for combo in OWNER_COMBOS),
+    ],
+    ids=str,
+)
+def test_an_interrupt_around_owners_is_right_or_named_or_breaks_all_ranks_which_then_recover(combo, every):
+    result = interrupt_at_lines(combo, every=every, first=3, call=Call(combo=combo), inside=AROUND_OWNERS)
+
+    assert result.failures == []
+    assert result.counts[Name.BROKEN] >= 5
 
 
 BETWEEN_EXCHANGES = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from faults.cells import EVERY, FORMS, STEPS_AFTER, Cell, Recovery
+from faults.cells import EVERY, FORMS, OWNERS, OWNERS_IN_FORMS, OWNERS_IN_GROUPS, STEPS_AFTER, Cell, Recovery
 from faults.judge import Name, judge
 from faults.kinds import KINDS, fault_of, select
 from faults.loopback import run_in_threads
@@ -35,8 +35,12 @@ IN_PROCESSES = (
     "foreign-wrapper/inside-ddp/all-reduce/overlap/2",
     "program-ends/forward-block/reduce-scatter/overlap/2",
     "no-descriptors/0/all-reduce/overlap/2",
+    "none/step/reduce-scatter/no-overlap/4/replicas/owners",
+    "owner-killed/owner/reduce-scatter/overlap/4/groups/owners",
+    "owner-stopped/to-owners/reduce-scatter/overlap/3/owners",
 )
 IN_EACH_FORM = ("none/step", "exception/between", "loss-fails/loss")
+WITH_OWNERS = ("none/step", "dropped-step/step", "owner-fails/owner")
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
@@ -51,6 +55,16 @@ def test_a_fault_of_living_ranks_ends_as_the_table_says(kind):
 @pytest.mark.parametrize("combo", FORMS, ids=str)
 def test_a_fault_in_each_form_of_a_program_ends_as_the_table_says(combo):
     cells = [Cell(*place.split("/"), combo) for place in IN_EACH_FORM]
+    assert set(cells) <= set(select())
+
+    verdicts = [verdict for cell in cells for verdict in judge(run_in_threads(Play([cell])), fault_of)]
+
+    assert [(cell.name, verdict) for cell, verdict in verdicts if not verdict.name.is_good] == []
+
+
+@pytest.mark.parametrize("combo", [*OWNERS, *OWNERS_IN_GROUPS, *OWNERS_IN_FORMS], ids=str)
+def test_a_fault_where_weights_have_owners_ends_as_the_table_says(combo):
+    cells = [Cell(*place.split("/"), combo) for place in WITH_OWNERS]
     assert set(cells) <= set(select())
 
     verdicts = [verdict for cell in cells for verdict in judge(run_in_threads(Play([cell])), fault_of)]

@@ -2,9 +2,9 @@
 
 A place is a word: ``forward``, ``backward-k`` (in backward, before bucket k is complete), ``hook-k`` (a hook on a gradient of
 bucket k), ``posthook-k`` (a post-accumulate hook there), ``between`` (after backward, before the optimizer), ``optimizer``
-(inside its step, before anything is updated), ``fence`` and ``gather`` (when megabucket launches that collective). Where weights
-have owners: ``to-owners`` and ``return`` (those collectives), ``owner`` (behind the update of the first matrix of this rank),
-``muon-before``, ``muon-after``, ``adamw-before``, ``adamw-after`` (hooks around the step of one of the two optimizers).
+(inside its step, before anything is updated), ``fence`` and ``gather`` (when megabucket launches that collective). Where
+weights have owners: ``to-owners`` and ``return`` (those collectives), ``owner`` (behind the update of the first matrix of this
+rank), ``muon-before``, ``muon-after``, ``adamw-before``, ``adamw-after`` (hooks around the step of one of the two optimizers).
 """
 
 from __future__ import annotations
@@ -50,14 +50,8 @@ def install(here: Here, place: str, action: Action) -> None:
         is_ours = isinstance(last, DistributedOptimizer | Scaled)
         given = last.torch_optimizers[0] if is_ours else last
         _hold(here, given.register_step_pre_hook(lambda *_: trip()))
-    elif kind == "owner":
-        muon = here.optimizer.torch_optimizers[0]
-        here.step_stack.callback(setattr, muon, "on_update", muon.on_update)
-        muon.on_update = lambda _: trip()
-    elif kind in _GIVEN:
-        given = here.optimizer.torch_optimizers[_GIVEN[kind]]
-        register = given.register_step_pre_hook if bucket == "before" else given.register_step_post_hook
-        _hold(here, register(lambda *_: trip()))
+    elif kind == "owner" or kind in _GIVEN:
+        _install_in_update(here, kind, bucket, trip)
     elif kind == "forward":
         _hold(here, here.model.layers[_FORWARD_LAYER].register_forward_pre_hook(lambda *_: trip()))
     else:
@@ -68,6 +62,19 @@ def install(here: Here, place: str, action: Action) -> None:
             _hold(here, here.model.get_parameter(f"{name}.weight").register_hook(lambda _: trip()))
         else:
             _hold(here, here.model.get_submodule(name).register_forward_hook(lambda _, __, out: _tripping(out, trip)))
+
+
+def _install_in_update(here: Here, kind: str, when: str, trip: Callable[[], None]) -> None:
+    """Trip behind the update of a matrix, or in a hook of one of the optimizers."""
+    last = here.optimizer.optimizers[-1] if here.cell.combo.form is Form.CHAINED else here.optimizer
+    if kind == "owner":
+        muon = last.torch_optimizers[0]
+        here.step_stack.callback(setattr, muon, "on_update", muon.on_update)
+        muon.on_update = lambda _: trip()
+        return
+    given = last.torch_optimizers[_GIVEN[kind]]
+    register = given.register_step_pre_hook if when == "before" else given.register_step_post_hook
+    _hold(here, register(lambda *_: trip()))
 
 
 def _hold(here: Here, handle: Any) -> None:

@@ -188,7 +188,7 @@ BEHIND = {
     "squares": lambda optimizer, patch, error: patch(optimizer.sharding, "counted_grads", Failing(error)),
     "gradients": lambda optimizer, patch, error: patch(MainShard, "load_grad", raising(error, optimizer.sharding.shards[0])),
     "norm": lambda optimizer, patch, error: patch(optimizer.global_norm, "of", raising(error)),
-    "update": lambda optimizer, patch, error: patch(optimizer.sharding, "step", raising(error)),
+    "update": lambda optimizer, patch, error: patch(optimizer.sharding.updates[0], "step", raising(error)),
     "values": lambda optimizer, patch, error: patch(optimizer.sharding, "store_values", raising(error)),
     "gather": lambda optimizer, patch, error: patch(optimizer.ddp, "start_param_sync", raising(error)),
 }
@@ -365,7 +365,7 @@ def test_after_an_update_that_has_failed_every_call_says_so_on_every_rank(call, 
         ddp, optimizer = ranks.wrapped[rank]
         ddp(1.0).backward()
         if rank == FAULTY:
-            monkeypatch.setattr(optimizer.sharding, "step", no_memory)
+            monkeypatch.setattr(optimizer.sharding.updates[0], "step", no_memory)
         with suppress(MemoryError, WrapperBrokenError):
             optimizer.step()
         everybody.wait()

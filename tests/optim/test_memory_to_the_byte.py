@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megabucket.buffer import WithheldGrad
 from megabucket.config.resolve import fp32_local_params
+from megabucket.layout.owners import plan_owners
 from megabucket.planning.memory import RankMemory, rank_memory
 from megabucket.testing import LoopbackWorld
 
@@ -215,3 +216,54 @@ def test_a_model_of_two_widths_costs_what_its_arithmetic_says():
         for owned_16, owned_32 in ((128, 64), (72, 36))
     ]
     assert alive_bytes == sum(memory.total_bytes for memory in memories)
+
+
+class Matrices(torch.nn.Module):
+    """Matrices and vectors of one dtype."""
+
+    def __init__(self, shapes, dtype):
+        super().__init__()
+        for index, shape in enumerate(shapes):
+            self.register_parameter(f"p{index}", torch.nn.Parameter(torch.ones(shape, dtype=dtype)))
+
+    def forward(self):
+        return sum((param.float() * 0.5).square().sum() for param in self.parameters())
+
+
+@settings(max_examples=15)
+@given(
+    shapes=st.lists(st.sampled_from([(4, 6), (16, 8), (3, 40), (1, 1), (30,), (7,)]), min_size=1, max_size=7),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    in_fp32=st.booleans(),
+    is_sharded=st.booleans(),
+    size=st.sampled_from([1, 2, 3]),
+    bucket_size=st.sampled_from([1, 100, 10_000]),
+)
+def test_so_is_the_memory_of_parameters_that_are_updated_whole(shapes, dtype, in_fp32, is_sharded, size, bucket_size):
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=is_sharded, grad_reduce_in_fp32=in_fp32, bucket_size=bucket_size
+    )
+    whole = [f"p{index}" for index, shape in enumerate(shapes) if len(shape) == 2]
+    world = LoopbackWorld(size)
+
+    def program(rank):
+        model = Matrices(shapes, dtype)
+        ddp = DistributedDataParallel(model, config, communicator=world.communicator(rank))
+        matrices, rest = ([p for p in model.parameters() if (p.ndim == 2) is is_matrix] for is_matrix in (True, False))
+        inner = [torch.optim.Muon(matrices)] if matrices else []
+        inner += [torch.optim.SGD(rest, lr=0.1, momentum=0.9)] if rest else []
+        optimizer = DistributedOptimizer(inner, ddp)
+        for _ in range(2):
+            ddp().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ddp.finish_param_sync()
+        return ddp, optimizer
+
+    with only_new_objects():
+        ranks = world.run(program)
+        alive_bytes = count_living_bytes()
+
+    owners = plan_owners(ranks[0][0].layout, whole)
+    fields = {"is_sharded": is_sharded, "moments_per_element": MOMENTUM, "has_fence": size > 1, "owners": owners}
+    assert alive_bytes == sum(rank_memory(ranks[0][0].layout, rank=rank, **fields).total_bytes for rank in range(size))

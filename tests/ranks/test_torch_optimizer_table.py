@@ -29,26 +29,21 @@ TORCH_DDP, PLAIN, WHOLE, SHARDS = "torch DDP", "plain", "DistributedOptimizer, a
 OURS = (PLAIN, WHOLE, SHARDS)
 
 NEEDS_SPARSE = "SparseAdam steps on sparse gradients only, and the buffers hold dense ones"
-NOT_FLAT = {
-    "Adafactor": "computes each update from a whole parameter",
-    "LBFGS": "requires a closure and calls it many times",
-    "Muon": "computes each update from a whole parameter",
-    "SparseAdam": NEEDS_SPARSE,
-}
-REFUSED = {PLAIN: {"SparseAdam": NEEDS_SPARSE}, WHOLE: NOT_FLAT, SHARDS: NOT_FLAT}
+NOT_WRAPPED = {"LBFGS": "requires a closure and calls it many times", "SparseAdam": NEEDS_SPARSE}
+REFUSED = {PLAIN: {"SparseAdam": NEEDS_SPARSE}, WHOLE: NOT_WRAPPED, SHARDS: NOT_WRAPPED}
 """By optimizer, a part of the reason."""
 
 # The whole table has 91 settings. 75 have a foreach kernel (all but 5 of LBFGS, 7 of Muon and 4 of SparseAdam), 26 a fused one
-# on CPUs (Adagrad 7, Adam 5, AdamW 5, SGD 9): 91 + 75 + 26 = 192. Adafactor has 5 and 5 with foreach.
+# on CPUs (Adagrad 7, Adam 5, AdamW 5, SGD 9): 91 + 75 + 26 = 192. LBFGS has 5, SparseAdam 4.
 # Of each optimizer alone, as it is by default: 15 + 12 + 4 = 31.
 NUM_SETTINGS = {"whole table": 192, "defaults": 31}
 NUM_REFUSED = {
     ("whole table", PLAIN): 4,
-    ("whole table", WHOLE): 5 + 5 + 5 + 7 + 4,
-    ("whole table", SHARDS): 5 + 5 + 5 + 7 + 4,
+    ("whole table", WHOLE): 5 + 4,
+    ("whole table", SHARDS): 5 + 4,
     ("defaults", PLAIN): 1,
-    ("defaults", WHOLE): 1 + 1 + 1 + 1 + 1,
-    ("defaults", SHARDS): 1 + 1 + 1 + 1 + 1,
+    ("defaults", WHOLE): 1 + 1,
+    ("defaults", SHARDS): 1 + 1,
 }
 NUM_FUSED = {"whole table": 26, "defaults": 4}
 TABLES = ["defaults", pytest.param("whole table", marks=pytest.mark.nightly)]
