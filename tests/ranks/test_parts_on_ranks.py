@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,6 +118,14 @@ def test_parts_end_with_the_weights_of_torch_ddp_that_finds_unused_parameters(po
         assert {case: distance for case, distance in zip(CASES, found, strict=True) if distance > ATOL} == {}
 
 
+def text_of_error(call: Callable[[], None]) -> list[str]:
+    try:
+        call()
+    except MegabucketError as error:
+        return [f"{type(error).__name__}: {error}"]
+    return []
+
+
 def step_differently(rank: Rank, sharded: bool) -> list[str]:
     """Step the second part on one rank, and begin the next step on the other; then both take whole steps."""
     model = Gan()
@@ -125,16 +134,17 @@ def step_differently(rank: Rank, sharded: bool) -> list[str]:
     optimizer = mb.DistributedOptimizer(optimizers_of(Case(False, False, sharded), model), ddp)
     ddp("both", *batch(rank, 0)).backward()
     optimizer.parts[0].step()
-    errors = []
+    errors: list[str] = []
+
+    def take_step() -> None:
+        if ddp.sync.step == 1 and not errors and rank.index == 1:
+            optimizer.parts[1].step()
+        optimizer.zero_grad()
+        ddp("both", *batch(rank, ddp.sync.step)).backward()
+        optimizer.step()
+
     while ddp.sync.step < STEPS:
-        try:
-            if ddp.sync.step == 1 and not errors and rank.index == 1:
-                optimizer.parts[1].step()
-            optimizer.zero_grad()
-            ddp("both", *batch(rank, ddp.sync.step)).backward()
-            optimizer.step()
-        except MegabucketError as error:
-            errors.append(f"{type(error).__name__}: {error}")
+        errors += text_of_error(take_step)
     ddp.detach()
     return errors
 
