@@ -6,8 +6,9 @@ import copy
 import pytest
 import torch
 from optim_ranks import run_wrapped
-from whole_ranks import Alone, assert_same, run_ranks, seed_of, train, weights_of
+from whole_ranks import run_ranks
 from whole_stand_ins import OPTIMIZERS, SHAPES, Tensors, factors_of, make
+from whole_training import Alone, assert_same, seed_of, train, weights_of
 
 from megabucket import DistributedOptimizer, load_checkpoint, save_checkpoint
 

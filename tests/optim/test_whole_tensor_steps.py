@@ -4,8 +4,9 @@ import pytest
 import torch
 from optim_ranks import run_wrapped
 from stand_ins import ScheduleFree
-from whole_ranks import PULL, Alone, assert_same, backward, run_ranks, seed_of, train, weights_of
+from whole_ranks import run_ranks
 from whole_stand_ins import OPTIMIZERS, SHAPES, Tensors, factors_of, make, split
+from whole_training import PULL, Alone, assert_same, backward, seed_of, train, weights_of
 
 import megabucket as mb
 from megabucket.errors import MegabucketError, PhaseError
