@@ -249,7 +249,8 @@ class GradSync:
         self._give_up_cleared_step()
         if not self._concludes_late:
             self.settle()
-        self._reset_if_due()
+        if self.resets_late:
+            self._reset()
         self._begin("forward")
         self.counters.num_open_forwards += 1
 
@@ -263,7 +264,8 @@ class GradSync:
         """Open the next step, however the last one ended."""
         self._give_up_cleared_step()
         self.settle()
-        self._reset_if_due()
+        if self.resets_late:
+            self._reset()
         if self.state in (StepState.IDLE, StepState.PUBLISHED):
             self.enter(StepState.OPEN)
 
@@ -737,10 +739,6 @@ class GradSync:
     def reset_late(self) -> None:
         """Reset when the next step begins: on the reduced gradients of this one, other optimizers may still step."""
         self.resets_late = True
-
-    def _reset_if_due(self) -> None:
-        if self.resets_late:
-            self._reset()
 
     def _reset(self) -> None:
         self.backward = None

@@ -145,8 +145,9 @@ class MegabucketStrategy(DDPStrategy):
 class MegabucketFabricStrategy(FabricDDPStrategy):
     """Train with ``Fabric`` through megabucket's buffers and its sharded optimizer.
 
-    ``fabric.setup(model, *optimizers)`` wraps all of them. ``fabric.clip_gradients(model, optimizer, max_norm=)`` clips by the norm of
-    the whole gradient and returns it. ``fabric.save`` writes complete state. Every rank makes these calls.
+    ``fabric.setup(model, *optimizers)`` wraps all of them. ``fabric.clip_gradients(model, optimizer, max_norm=)`` clips by the
+    norm over the parameters of the optimizer on all ranks, and returns it. ``fabric.save`` writes complete state. Every rank
+    makes these calls.
 
     Args:
         config: shards the optimizer's state if not given. With ``use_distributed_optimizer=False`` gradients are all-reduced,
@@ -190,8 +191,8 @@ class MegabucketFabricStrategy(FabricDDPStrategy):
         held = {param for group in optimizer.param_groups for param in group["params"]}
         if left_out := len(wrapper.param_names.keys() - held):
             raise ConfigError(
-                f"{type(optimizer).__name__} does not hold {left_out} trainable parameters of its module. Several optimizers of "
-                "a module are sharded together: fabric.setup(model, first, second). Freeze what no optimizer trains before."
+                f"{type(optimizer).__name__} does not hold {left_out} trainable parameters of its module. Several optimizers "
+                "of a module are sharded together: fabric.setup(model, first, second). Freeze what no optimizer trains before."
             )
         return FrameworkOptimizer(optimizer, wrapper)
 

@@ -178,8 +178,8 @@ class MegabucketAccelerator(Accelerator):
             if held == params & given:
                 return prepared.optimizer, [prepared]
         raise ConfigError(
-            f"clip_grad_norm_ got {len(given)} parameters, and {len(params - given)} of the model are missing: an optimizer has "
-            "one norm over all of its parameters, and a part cannot be clipped alone. Pass model.parameters(), or all "
+            f"clip_grad_norm_ got {len(given)} parameters, and {len(params - given)} of the model are missing: an optimizer "
+            "has one norm over all of its parameters, and a part cannot be clipped alone. Pass model.parameters(), or all "
             "parameters of one optimizer."
         )
 

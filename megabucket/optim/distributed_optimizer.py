@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
@@ -495,15 +495,11 @@ class DistributedOptimizer(SteppingForWrapper):
             max_norm: 0 clips nothing.
             part: index of the given optimizer that steps; ``None``: all.
         """
-        sync, sharding, num_zeros = self.ddp.sync, self.sharding, None
+        sync, sharding = self.ddp.sync, self.sharding
         updates = sharding.updates if part is None else sharding.updates[part : part + 1]
         exchange = sharding.exchange if part is None or updates[0].is_whole else None
-        if part is not None:
-            self.ddp.finish_param_sync()  # after another part's update it may still read the shards
         skipped = sync.skipped if sharding.skips_some else ()
-        if self._settings["returns_num_zeros"]:
-            used = [shard for shard in sharding.grad_shards if shard.counts and shard.segment.params[0] not in skipped]
-            num_zeros = self.global_norm.num_zeros(map(self._reduced, used), numel=sum(shard.numel for shard in used))
+        num_zeros = self._count_zeros(skipped) if self._settings["returns_num_zeros"] else None
         if exchange is not None:
             exchange.finish_grads()
         grads = list(map(_grad if self._has_loaded else _load_grad, chain.from_iterable(map(_shards, updates))))
@@ -530,6 +526,10 @@ class DistributedOptimizer(SteppingForWrapper):
         self.last_step = StepResult(
             updated=True, grad_norm=norm if self._has_norm else math.nan, reason="", num_zeros=num_zeros
         )
+
+    def _count_zeros(self, skipped: Container[str]) -> int:
+        used = [shard for shard in self._counted(None) if shard.segment.params[0] not in skipped]
+        return self.global_norm.num_zeros(map(self._reduced, used), numel=sum(shard.numel for shard in used))
 
     # Parts #
 
@@ -561,8 +561,8 @@ class DistributedOptimizer(SteppingForWrapper):
             return None
         if part in self._parts_done:
             self._refuse_second_step(
-                f"{type(given).__name__}.step() was called twice on the same gradients: no backward has run since. Run backward "
-                "and zero_grad() between two steps."
+                f"{type(given).__name__}.step() was called twice on the same gradients: no backward has run since. Run "
+                "backward and zero_grad() between two steps."
             )
         if self._is_skipped:
             sync.check_not_dropped()
@@ -583,7 +583,7 @@ class DistributedOptimizer(SteppingForWrapper):
         return self.ddp.sync.is_reduced and self._skipped_step == self.ddp.sync.step
 
     def zero_grad_of_part(self, part: int, *, set_to_none: bool) -> None:
-        """Clear all gradients of the wrapped module, but those of parts that may step on them only when the next step begins."""
+        """Clear all gradients of the wrapped module; those of parts that may step on them, when the next step begins."""
         if self._is_skipped:
             self._is_last_part(part)
         if part in self._parts_done and len(self._parts_done) < len(self.torch_optimizers):

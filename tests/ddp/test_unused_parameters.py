@@ -407,7 +407,7 @@ def test_a_frozen_parameter_is_an_error_that_names_skip_where_it_is_not_left_alo
 
     def run(rank, ddp):
         ddp.module.a.requires_grad_(rank == 0)
-        with pytest.raises(TrainabilityChangedError, match="frozen 'a'.*wrap with unused_parameters='skip'") as caught:
+        with pytest.raises(TrainabilityChangedError, match=r"frozen 'a'.*wrap with unused_parameters='skip'") as caught:
             take_step(ddp, dict.fromkeys("abcd", 1.0))
         ddp.module.a.requires_grad_(True)
         take_step(ddp, dict.fromkeys("abcd", 1.0))
@@ -428,7 +428,7 @@ def test_a_parameter_that_becomes_trainable_is_still_an_error(sharded):
         ddp.module.d.requires_grad_(True)
         ddp.module.a.requires_grad_(False)
         with pytest.raises(
-            TrainabilityChangedError, match="rank 0 has unfrozen 'd' .*on every rank after changing requires_grad. The"
+            TrainabilityChangedError, match=r"rank 0 has unfrozen 'd' .*on every rank after changing requires_grad\. The"
         ):
             take_step(ddp, {"b": 1.0, "d": 1.0})
 

@@ -98,8 +98,31 @@ def schedule_free(root: Path, said: dict[str, object]) -> None:
         ]
 
 
-def loop(accelerator: Accelerator, *, accumulate: int, folder: Path | None = None, resumes: bool = False) -> Weights:
-    """Muon for matrices and AdamW for the rest, clipped by value; saves after half of the steps, or begins there."""
+def clip_value(accelerator: Accelerator, model: torch.nn.Module, *_: object) -> None:
+    accelerator.clip_grad_value_(model.parameters(), CLIP / 100)
+
+
+def clip_whole(accelerator: Accelerator, model: torch.nn.Module, *_: object) -> None:
+    accelerator.clip_grad_norm_(model.parameters(), CLIP)
+
+
+def clip_parts(accelerator: Accelerator, _: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+    for optimizer in optimizers:
+        accelerator.clip_grad_norm_(optimizer.param_groups[0]["params"], CLIP)
+
+
+def no_clip(*_: object) -> None: ...
+
+
+def loop(
+    accelerator: Accelerator,
+    *,
+    accumulate: int,
+    folder: Path | None = None,
+    resumes: bool = False,
+    clip: Callable[..., None] = clip_value,
+) -> Weights:
+    """Muon for matrices and AdamW for the rest; saves after half of the steps, or begins there."""
     model = make_model()
     matrices = torch.optim.Muon([param for param in model.parameters() if param.ndim == 2], lr=0.02)
     vectors = torch.optim.AdamW([param for param in model.parameters() if param.ndim < 2], lr=0.02)
@@ -116,7 +139,7 @@ def loop(accelerator: Accelerator, *, accumulate: int, folder: Path | None = Non
             accelerator.backward(model(**inputs).loss)
             if accelerator.sync_gradients:
                 num_steps += 1
-                accelerator.clip_grad_value_(model.parameters(), CLIP / 100)
+                clip(accelerator, model, matrices, vectors)
             for optimizer in (matrices, vectors):
                 optimizer.step()
                 optimizer.zero_grad()

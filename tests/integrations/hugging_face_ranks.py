@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import megabucket as mb
-from megabucket.errors import ConfigError
+from megabucket.errors import ConfigError, OptimizerParametersError
 from megabucket.integrations.transformers import MegabucketAccelerator, MegabucketTrainer
 
 STEPS = 12
@@ -277,7 +277,7 @@ def fresh(kind: type[Accelerator], **options: object) -> Accelerator:
 def text_of_refusal(attempt: Callable[[], object]) -> str:
     try:
         attempt()
-    except ConfigError as error:
+    except (ConfigError, OptimizerParametersError) as error:
         return str(error)
     return "not refused"
 
@@ -289,8 +289,7 @@ def refusals() -> list[str]:
         accelerator.clip_grad_norm_(list(model.parameters())[:2], 1.0)
 
     def optimizer_first() -> None:
-        model = make_model()
-        fresh(MegabucketAccelerator, cpu=True).prepare(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        fresh(MegabucketAccelerator, cpu=True).prepare(torch.optim.SGD(make_model().parameters(), lr=0.1))
 
     def torch_ddp_arguments() -> None:
         make_trainer(MegabucketTrainer, Path(), ddp_static_graph=True)

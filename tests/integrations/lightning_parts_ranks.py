@@ -37,9 +37,7 @@ CASES: dict[str, tuple[Callable[[], Net], bool, dict[str, Any]]] = {
 def strategies(*, finds_unused: bool) -> dict[str, adapter.MegabucketStrategy]:
     configs = {
         "sharded": mb.DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=200),
-        "overlap": mb.DistributedDataParallelConfig(
-            use_distributed_optimizer=True, bucket_size=200, overlap_param_gather=True
-        ),
+        "overlap": mb.DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=200, overlap_param_gather=True),
         "all-reduce": without_shards(),
     }
     unused = {"find_unused_parameters": True} if finds_unused else {}
@@ -104,7 +102,9 @@ def resume(root: Path, said: dict[str, object]) -> None:
                 found = train(root, strategy(second), make(), ckpt_path=file, **options)
                 said[f"{case}, {first} to {second}"] = distance(found, whole)
             found = train(root, strategy(first), make(), num_epochs=1, save_to=file, **options)  # after fit
-            said[f"{case}, {first} after fit"] = distance(train(root, strategy("sharded"), make(), ckpt_path=file, **options), whole)
+            said[f"{case}, {first} after fit"] = distance(
+                train(root, strategy("sharded"), make(), ckpt_path=file, **options), whole
+            )
 
 
 def with_fabric(said: dict[str, object]) -> None:

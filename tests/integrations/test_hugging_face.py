@@ -121,5 +121,5 @@ def test_what_is_not_supported_is_refused_by_name(said):
     part, order, arguments = said["refusals"]
 
     assert "18 of the model are missing" in part
-    assert "prepare(model, optimizer, ...) in this order" in order
+    assert "prepare(model, optimizer, ...) together" in order
     assert "ddp_static_graph: these are arguments of torch DDP" in arguments

@@ -19,7 +19,12 @@ OPTIMIZERS = {
     "GAN, scaled": ["Adam", "Adam"],
 }
 CLIPPED = ("Muon and AdamW", "GAN, clipped", "GAN in bf16")  # by a norm that is summed up in another order
-HOW = [(case, how) for case in OPTIMIZERS for how in ("sharded", "overlap", "all-reduce") if (case, how) != ("GAN, scaled", "all-reduce")]
+HOW = [
+    (case, how)
+    for case in OPTIMIZERS
+    for how in ("sharded", "overlap", "all-reduce")
+    if (case, how) != ("GAN, scaled", "all-reduce")
+]
 
 
 @pytest.fixture(scope="module")

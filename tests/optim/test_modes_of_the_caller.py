@@ -73,9 +73,8 @@ OTHERS = {
         "note_written",
     },
     "DistributedOptimizer": {
-        "after_rebuild", "before_rebuild", "load_grads", "norms_of", "prepare_step", "send_to_owners", "skip",
-        "step_part", "update",
-        "why_not",
+        "after_rebuild", "before_rebuild", "clip_part", "load_grads", "norms_of", "prepare_step", "send_to_owners", "skip",
+        "state_dicts", "step_part", "update", "why_not", "zero_grad_of_part",
     },
     "ChainedOptimizer": {"add_param_group"},
     "ShardedEMA": set(),

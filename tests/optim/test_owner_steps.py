@@ -250,6 +250,8 @@ def test_state_that_cannot_be_sent_is_named_on_all_ranks_and_breaks_nothing():
                 state["odd"] = value
             with pytest.raises((OptimizerParametersError, PeerFailedError), match=r"weight: 'odd' has a (lock|type) "):
                 optimizer.state_dict()
+            with pytest.raises((OptimizerParametersError, PeerFailedError), match=r"weight: 'odd' has a (lock|type) "):
+                ddp.rebuild()
         if rank == 1:
             state["odd"] = ({"list": [torch.ones(3), 1.5]}, "text", None)
         saved = optimizer.state_dict()["state"]
