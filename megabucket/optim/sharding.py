@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Container, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -140,11 +140,14 @@ class Sharding:
         return next(update for update in reversed(self.updates) if update.first_group <= group)
 
     def _find_groups(self) -> dict[str, int]:
-        """Number the groups of all optimizers as they are now; return that of each parameter. Errors: ``group_of_params``."""
-        group_of, first_group = group_of_params(self.updates, self._ddp), 0
+        """Return the group of each parameter as groups are now, among those of all optimizers. Errors: ``group_of_params``."""
+        return group_of_params(self.updates, self._ddp)
+
+    def _number_groups(self) -> None:
+        """Count groups as they are now. Those that were added to one optimizer move those of the next."""
+        self._group_of, first_group = self._find_groups(), 0
         for update in self.updates:
             update.first_group, first_group = first_group, first_group + len(update.given.param_groups)
-        return group_of
 
     @property
     def stepped_state(self) -> dict[torch.Tensor, dict[str, Any]]:
@@ -183,9 +186,11 @@ class Sharding:
         state = {shard.main: cutter.state_of(shard) for shard in shards}
         return _Cut(shards, state, {name: (name, f"in group {group_of[name]}", *signature_of[name]) for name in params})
 
-    def _whole_names(self, group_of: Mapping[str, int]) -> set[str]:
-        """Return the parameters that are updated whole."""
-        return {name for name, group in group_of.items() if self._update_at(group).is_whole}
+    def _whole_names(self, names: Container[str]) -> set[str]:
+        """Return those of some parameters that are updated whole."""
+        members = chain.from_iterable(update.members.by_group() for update in self.updates if update.is_whole)
+        found = (self._ddp.param_names.get(param) for param in chain.from_iterable(members))
+        return {name for name in found if name is not None and name in names}
 
     def _by_group(
         self, entries: Mapping[str, Entry], texts: Iterable[str], sums: Mapping[str, Entry] | None = None
@@ -267,7 +272,8 @@ class Sharding:
                 del state[key]
         self._main_values = {param: values for param, values in self._main_values.items() if param in staying}
         self._dtypes = {param: dtype for param, dtype in self._dtypes.items() if param in staying}
-        self.flat_params, self._group_of = ddp.param_names, self._find_groups()
+        self.flat_params = ddp.param_names
+        self._number_groups()
         self._take_grads_of(cut.shards)
         self._place(cut)
         # Weights loaded after this point reach the main parameters at the next step.

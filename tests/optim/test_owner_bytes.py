@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from whole_ranks import run_ranks, train
+from whole_ranks import run_ranks
 from whole_stand_ins import Lamb
+from whole_training import train
 
 from megabucket import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megabucket.layout.owners import plan_exchange

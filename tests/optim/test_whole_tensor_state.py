@@ -6,10 +6,29 @@ import copy
 import pytest
 import torch
 from optim_ranks import run_wrapped
-from whole_ranks import Alone, assert_same, run_ranks, seed_of, train, weights_of
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from typer.testing import CliRunner
+from whole_ranks import run_ranks
 from whole_stand_ins import OPTIMIZERS, SHAPES, Tensors, factors_of, make
+from whole_training import Alone, assert_same, seed_of, train, weights_of
 
-from megabucket import DistributedOptimizer, load_checkpoint, save_checkpoint
+from megabucket import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    load_checkpoint,
+    save_checkpoint,
+)
+from megabucket.checkpoint.convert.dcp import load_dcp, save_dcp
+from megabucket.cli.main import app
+from megabucket.comm import LocalCommunicator
+from megabucket.errors import LayoutMismatchError
 
 NAMES = pytest.mark.parametrize("name", OPTIMIZERS)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -247,3 +266,84 @@ def test_owners_alone_show_state_which_every_rank_may_delete_and_replace(name):
         assert is_right
         assert num_left == 0
         assert_same([weights for _, weights in found], expected)
+
+
+# Through torch's state-dict API, and tools #
+
+
+def without_empty(dtype):
+    """Tensors of which all have elements: torch's API misses state of others."""
+    return Tensors(dtype, [name for name in SHAPES if name != "empty"])
+
+
+@NAMES
+def test_torchs_state_dict_api_carries_state_to_other_owners(name):
+    def save(rank, ddp, optimizer):
+        train(ddp, optimizer, range(2), rank)
+        saved = copy.deepcopy(get_state_dict(ddp, optimizer, options=StateDictOptions(full_state_dict=True)))
+        return saved, train(ddp, optimizer, range(2, 4), rank)
+
+    def load(rank, ddp, optimizer):
+        of_model, of_optimizer = copy.deepcopy(saved)
+        set_state_dict(ddp, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
+        return train(ddp, optimizer, range(2, 4), rank)
+
+    (saved, expected), *_ = run_ranks(2, name, save, model=without_empty(torch.bfloat16))
+
+    for sharded in (True, False):
+        for found in run_ranks(2, name, load, model=without_empty(torch.bfloat16), bucket_size=150, sharded=sharded):
+            assert_same(found, expected)
+
+
+def test_flattened_state_is_refused_on_all_ranks_and_nothing_is_loaded():
+    """Torch reads the keys of such state from ``optimizer.state``, and those of an owned parameter are at its owner."""
+    flattened = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def program(rank, ddp, optimizer):
+        train(ddp, optimizer, range(2), rank)
+        saved = get_optimizer_state_dict(ddp, optimizer, options=flattened)
+        before = optimizer.state_dict()
+        with pytest.raises(LayoutMismatchError, match="the optimizer state to load is not the same on all ranks"):
+            set_optimizer_state_dict(ddp, optimizer, saved, options=flattened)
+        assert_same(optimizer.state_dict(), before)
+
+    run_ranks(2, "Muon, AdamW", program, model=without_empty(torch.float32))
+
+
+@NAMES
+@DTYPES
+def test_a_checkpoint_of_torch_distributed_holds_whole_state(name, dtype, tmp_path):
+    def alone_of(bucket_size):
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=bucket_size)
+        ddp = DistributedDataParallel(Tensors(dtype), config, communicator=LocalCommunicator())
+        return ddp, DistributedOptimizer(make(name, ddp.module), ddp)
+
+    ddp, optimizer = alone_of(64)
+    train(ddp, optimizer, range(2), 0)
+    save_dcp(tmp_path, ddp, optimizer)
+    expected = train(ddp, optimizer, range(2, 4), 0)
+
+    other, other_optimizer = alone_of(10**6)
+    train(other, other_optimizer, [7], 0)
+    load_dcp(tmp_path, other, other_optimizer, trusted=True)
+
+    assert_same(train(other, other_optimizer, range(2, 4), 0), expected)
+
+
+def test_a_checkpoint_of_owners_is_verified_and_written_again_for_other_ranks(tmp_path):
+    def save(rank, ddp, optimizer):
+        train(ddp, optimizer, range(2), rank)
+        save_checkpoint(tmp_path / "old", ddp, optimizer, step=2)
+        return train(ddp, optimizer, [2], rank)
+
+    def load(rank, ddp, optimizer):
+        load_checkpoint(tmp_path / "new", ddp, optimizer)
+        return train(ddp, optimizer, [2], rank)
+
+    expected = run_ranks(3, "SOAP", save, dtype=torch.bfloat16)
+    for arguments in (["verify", "old"], ["reshard", "old", "new", "--ranks", "2"], ["diff", "old", "new"]):
+        command, *rest = arguments
+        paths = [str(tmp_path / one) if one in ("old", "new") else one for one in rest]
+        assert CliRunner().invoke(app, ["checkpoint", command, *paths]).exit_code == 0, arguments
+
+    assert_same(run_ranks(3, "SOAP", load, dtype=torch.bfloat16, bucket_size=200), expected)

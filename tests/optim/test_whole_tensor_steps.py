@@ -4,11 +4,12 @@ import pytest
 import torch
 from optim_ranks import run_wrapped
 from stand_ins import ScheduleFree
-from whole_ranks import PULL, Alone, assert_same, backward, run_ranks, seed_of, train, weights_of
+from whole_ranks import run_ranks
 from whole_stand_ins import OPTIMIZERS, SHAPES, Tensors, factors_of, make, split
+from whole_training import PULL, Alone, assert_same, backward, seed_of, train, weights_of
 
 import megabucket as mb
-from megabucket.errors import MegabucketError, PhaseError
+from megabucket.errors import LayoutMismatchError, MegabucketError, PhaseError
 from megabucket.testing import LoopbackWorld
 
 CLIP = 50.0
@@ -272,6 +273,41 @@ def test_a_group_added_to_one_of_several_optimizers_joins_its_owners_at_the_rebu
     *_, sizes = assert_as_all_reduced(program, size=3)
 
     assert sizes == [5, 1, 4]
+
+
+class WithFrozen(torch.nn.Module):
+    """Tensors of all shapes, and a frozen matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.tensors, self.frozen = Tensors(), torch.nn.Parameter(torch.ones(3, 3), requires_grad=False)
+
+    def forward(self, *args):
+        return self.tensors(*args)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_frozen_group_added_to_the_first_optimizer_does_not_move_the_groups_of_the_next_also_if_a_load_fails(fails):
+    def program(rank, ddp, optimizer):
+        train(ddp, optimizer, range(2), rank)
+        optimizer.torch_optimizers[0].add_param_group({"params": [ddp.module.frozen]})
+        if fails:
+            state = optimizer.state_dict()
+            state["param_groups"][0]["lr"] += rank
+            with pytest.raises(LayoutMismatchError):
+                optimizer.load_state_dict(state)
+        found = train(ddp, optimizer, range(2, 4), rank)
+        keys = {name: sorted(optimizer.state.get(param, ())) for name, param in ddp.named_parameters()}
+        return keys["tensors.vector"], [weights for _, weights in found]
+
+    def optimizer_of(ddp):
+        return mb.DistributedOptimizer(make("Muon, AdamW", ddp.module.tensors), ddp)
+
+    alone = Alone("Muon, AdamW", 2).train(range(4))[2:]
+    for keys, found in run_wrapped(2, WithFrozen(), program, optimizer_of, use_distributed_optimizer=True, bucket_size=64):
+        assert keys == ["exp_avg", "exp_avg_sq", "step"]
+        for weights, expected in zip(found, alone, strict=True):
+            assert_same({name: weights[f"tensors.{name}"] for name in SHAPES}, expected)
 
 
 # Bugs of others #

@@ -5,8 +5,9 @@ Two references: the same optimizers in all-reduce mode with the same buckets, an
 
 import pytest
 import torch
-from whole_ranks import PULL, Alone, assert_same, run_ranks, schedulers_of, train
+from whole_ranks import run_ranks
 from whole_stand_ins import OPTIMIZERS
+from whole_training import PULL, Alone, assert_same, schedulers_of, train
 
 CLIP = 50.0
 """The norms of these gradients are between 300 and 900."""
