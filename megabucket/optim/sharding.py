@@ -389,9 +389,7 @@ class Sharding:
             for update in self.updates:
                 self._find_kind(update)
             cut = self._cut(WholeState(state, self._main_values | mains, self._dtypes), group_of=group_of)
-            kinds = [
-                f"{type(one.given).__name__} on {'whole parameters' if one.is_whole else 'shards'}" for one in self.updates
-            ]
+            kinds = [f"{type(one.given).__name__}{' on whole parameters' if one.is_whole else ''}" for one in self.updates]
             own = [f"{name}={float(value) if type(value) is int else value}" for name, value in settings.items()]
             call.by_group = self._by_group(cut.entries, (*kinds, *own, *texts_of([numbers])))
             call.open()

@@ -463,7 +463,7 @@ def _from_owner(communicator: Communicator, payload: bytes, owner: int, device: 
     whole = torch.empty(int(handle.read(size)), dtype=torch.uint8, device=device)
     if communicator.rank == owner:
         whole.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-    return communicator.launch([Broadcast(whole, owner)], label="state at an owner").read(whole).numpy().tobytes()
+    return communicator.launch([Broadcast(whole, owner)], label="optimizer state of an owner").read(whole).numpy().tobytes()
 
 
 def _place(storage: Any, location: str, *, device: torch.device) -> Any:

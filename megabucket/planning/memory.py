@@ -233,7 +233,7 @@ def _whole_memory_of_rank(layout: ModelLayout, owners: OwnerPlan | None, *, rank
     for buffer in layout.buffers:
         owned = [name for name in buffer.params if name in owner_of]
         here = [name for name in owned if not is_sharded or owner_of[name] == rank % buffer.num_shards]
-        total += _whole_optimizer_memory(buffer, here, is_sharded=is_sharded)
+        total += _whole_optimizer_memory(buffer, here, is_sharded=is_sharded and buffer.num_shards > 1)
     return total
 
 
