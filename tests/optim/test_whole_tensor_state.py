@@ -31,6 +31,7 @@ from megabucket.comm import LocalCommunicator
 from megabucket.errors import LayoutMismatchError
 
 NAMES = pytest.mark.parametrize("name", OPTIMIZERS)
+AT_NIGHT = pytest.mark.nightly
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 SIZE = 4
 """Of the ranks whose gradients make a step, whoever takes it."""
@@ -85,7 +86,7 @@ def resume(name, dtype, load, **fields):
 
 
 @NAMES
-@DTYPES
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=AT_NIGHT), torch.bfloat16], ids=str)
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_a_checkpoint_resumes_with_other_buckets_owners_and_ranks(name, dtype, target, tmp_path):
     begin(name, dtype, lambda ddp, optimizer: save_checkpoint(tmp_path, ddp, optimizer, step=3), **SOURCE)
@@ -98,8 +99,8 @@ def test_a_checkpoint_resumes_with_other_buckets_owners_and_ranks(name, dtype, t
 
 
 @NAMES
-@DTYPES
-@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=AT_NIGHT)], ids=str)
+@pytest.mark.parametrize("target", [pytest.param(TARGETS[0], marks=AT_NIGHT), *TARGETS[1:3]], ids=str)
 def test_a_state_dict_resumes_with_other_buckets_owners_and_ranks(name, dtype, target):
     model, state = begin(name, dtype, lambda ddp, opt: (copy.deepcopy(ddp.state_dict()), opt.state_dict()), **SOURCE)
 
@@ -115,7 +116,7 @@ def test_a_state_dict_resumes_with_other_buckets_owners_and_ranks(name, dtype, t
 
 
 @NAMES
-@DTYPES
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=AT_NIGHT)], ids=str)
 def test_state_of_an_all_reduced_run_resumes_on_owners(name, dtype, tmp_path):
     source = {**SOURCE, "sharded": False}
     begin(name, dtype, lambda ddp, optimizer: save_checkpoint(tmp_path, ddp, optimizer, step=3), **source)
@@ -311,7 +312,7 @@ def test_flattened_state_is_refused_on_all_ranks_and_nothing_is_loaded():
 
 
 @NAMES
-@DTYPES
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=AT_NIGHT), torch.bfloat16], ids=str)
 def test_a_checkpoint_of_torch_distributed_holds_whole_state(name, dtype, tmp_path):
     def alone_of(bucket_size):
         config = DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=bucket_size)

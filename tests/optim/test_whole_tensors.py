@@ -21,6 +21,12 @@ PRECISIONS = {
 PLANS = [(2, 20), (3, 64), (4, 10**6)]
 """Ranks and bucket sizes: a bucket per parameter, some parameters in each, all in one."""
 
+CELLS = [
+    pytest.param(precision, *plan, id=f"{precision}, {plan}", marks=[] if shift == 0 else pytest.mark.nightly)
+    for shift in range(3)
+    for precision, plan in zip(PRECISIONS, PLANS[shift:] + PLANS[:shift], strict=True)
+]
+
 
 def scheduled(rank, ddp, optimizer):
     schedulers = schedulers_of(optimizer.torch_optimizers)
@@ -28,8 +34,7 @@ def scheduled(rank, ddp, optimizer):
 
 
 @NAMES
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize(("size", "bucket_size"), PLANS)
+@pytest.mark.parametrize(("precision", "size", "bucket_size"), CELLS)
 def test_shards_train_as_an_all_reduce_does(name, precision, size, bucket_size):
     dtype, in_fp32 = PRECISIONS[precision]
     fields = {"dtype": dtype, "bucket_size": bucket_size, "grad_reduce_in_fp32": in_fp32, "options": {"clip_grad": CLIP}}

@@ -16,6 +16,7 @@ from whole_stand_ins import OPTIMIZERS, Tensors, make
 from whole_training import Alone, assert_same, schedulers_of, train
 
 import megabucket as mb
+from megabucket.checkpoint.convert.dcp import load_dcp, save_dcp
 
 pytestmark = pytest.mark.dist
 
@@ -113,3 +114,23 @@ def test_a_checkpoint_over_gloo_resumes_on_other_ranks_with_other_owners(pool: A
     for ranks, bucket_size, sharded in [(1, 64, True), (2, 10**6, True), (2, 64, False)]:
         for found in pool.run(resume, str(tmp_path), name, bucket_size, sharded, 0, ranks=ranks):
             assert_same(found, first)
+
+
+def through_dcp(rank: Rank, path: str, name: str, bucket_size: int, is_first: bool) -> Any:
+    config = mb.DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=bucket_size)
+    ddp = mb.DistributedDataParallel(Tensors(torch.float32), config, process_group=rank.group)
+    optimizer = mb.DistributedOptimizer(make(name, ddp.module), ddp)
+    if is_first:
+        train(ddp, optimizer, range(3), rank.index)
+        save_dcp(path, ddp, optimizer)
+    else:
+        load_dcp(path, ddp, optimizer, trusted=True)
+    return [weights for _, weights in train(ddp, optimizer, [9], 0)]
+
+
+@pytest.mark.parametrize("name", ["Muon, AdamW", pytest.param("Adafactor", marks=pytest.mark.nightly)])
+def test_owners_write_their_part_of_a_checkpoint_of_torch_distributed(pool: Any, name: str, tmp_path: Any) -> None:
+    first, *_ = pool.run(through_dcp, str(tmp_path), name, 20, True, ranks=3)
+
+    for found in pool.run(through_dcp, str(tmp_path), name, 150, False, ranks=2):
+        assert_same(found, first)
