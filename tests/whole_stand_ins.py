@@ -62,11 +62,8 @@ class Lars(WholeTensors):
 
 
 def as_matrix(tensor):
-    """Return a tensor of any dimensions as a matrix, the first one by the others: a copy.
-
-    The last bits of MKL's product of a matrix with itself depend on its address, modulo 16 bytes.
-    """
-    return (tensor.reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor.reshape(-1, 1)).clone()
+    """Return a tensor of any dimensions as a matrix, the first one by the others."""
+    return tensor.reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor.reshape(-1, 1)
 
 
 def root_of(matrix, power):

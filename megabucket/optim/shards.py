@@ -52,6 +52,8 @@ def main_dtype(param_dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if param_dtype.itemsize < torch.float32.itemsize else param_dtype
 
 
+_ALIGNMENT_BYTES: Final = 64  # of memory that torch allocates on a host
+
 MAIN: Final = None
 """The key of main values, beside the keys of an optimizer's state."""
 
@@ -193,6 +195,9 @@ class WholeShard(MainShard):
 
     def receive(self, grads: torch.Tensor) -> None:
         """Take the gradient of this step, or an empty one after it: 1D, in memory order."""
+        if grads.data_ptr() % _ALIGNMENT_BYTES:
+            # Libraries round products of matrices by the alignment of their memory. In a buffer all parameters are aligned.
+            grads = grads.clone()
         self.buffer_grads = grads
         self.grad = self.shaped(grads).to(self.dtype) if grads.numel() else grads
 
