@@ -13,7 +13,7 @@ import megabucket as mb
 from examples.bytegpt.checkpoints import BATCH_FACT, CORPUS_FACT, config_facts
 from examples.bytegpt.config import load_demo_config
 from examples.bytegpt.model import next_byte_loss
-from examples.bytegpt.task import initial_model, make_optimizer
+from examples.bytegpt.task import initial_model, make_optimizers
 from megabucket.checkpoint.format import Piece, Snapshot, TensorInfo, seal_body
 from megabucket.checkpoint.offline import compare
 from megabucket.checkpoint.ranks import AloneRanks
@@ -165,7 +165,7 @@ def trained(tmp_path):
     config = load_demo_config(tmp_path / "run.yaml", [])
     program = config.program
     model = mb.DistributedDataParallel(initial_model(config, config.model, torch.device("cpu")), config.ddp)
-    optimizer = mb.DistributedOptimizer(make_optimizer(program.optimizer, model.parameters()), model)
+    optimizer = mb.DistributedOptimizer(make_optimizers(program.optimizer, dict(model.named_parameters())), model)
     next_byte_loss(model, torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.int64)).backward()
     optimizer.step()
     facts = {**config_facts(config, config.model), BATCH_FACT: 2 * program.train.microbatch_size, CORPUS_FACT: "a"}
