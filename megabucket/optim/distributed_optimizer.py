@@ -518,7 +518,7 @@ class DistributedOptimizer(SteppingForWrapper):
             for group in sync.groups:
                 group.mark_params_stale()
             self.ddp.start_param_sync()
-        if part is None or self._is_last_part(part):
+        if part is None or self._note_done(part):
             sync.end_update()
             if sharding.exchange is not None:
                 sharding.exchange.forget_widened()
@@ -539,7 +539,7 @@ class DistributedOptimizer(SteppingForWrapper):
         sync, (step, done) = self.ddp.sync, self._done_in_step
         return done if sync.is_reduced and step == sync.step else frozenset()
 
-    def _is_last_part(self, part: int) -> bool:
+    def _note_done(self, part: int) -> bool:
         """Note that a part is done; return whether all are."""
         done = self._parts_done | {part}
         self._done_in_step = self.ddp.sync.step, done
@@ -566,7 +566,7 @@ class DistributedOptimizer(SteppingForWrapper):
             )
         if self._is_skipped:
             sync.check_not_dropped()
-            self._is_last_part(part)
+            self._note_done(part)
         else:
             self._step(part)
         return self.last_step
@@ -585,7 +585,7 @@ class DistributedOptimizer(SteppingForWrapper):
     def zero_grad_of_part(self, part: int, *, set_to_none: bool) -> None:
         """Clear all gradients of the wrapped module; those of parts that may step on them, when the next step begins."""
         if self._is_skipped:
-            self._is_last_part(part)
+            self._note_done(part)
         if part in self._parts_done and len(self._parts_done) < len(self.torch_optimizers):
             for param in chain.from_iterable(group["params"] for group in self.torch_optimizers[part].param_groups):
                 param.grad = None
