@@ -553,7 +553,8 @@ class Sharding:
             names: dict[torch.Tensor, str] = {param: name for name, param in self._ddp.module.named_parameters()}
             given = [update.given for update in self.updates]
             states = split(state_dict, given) if parts is None else parts
-            of_each = [unpack(*one, names, uncut=self.uncut) for one in zip(given, states, strict=True)]
+            uncut = self.uncut
+            of_each = [unpack(*one, names, uncut=uncut) for one in zip(given, states, strict=True)]
             whole, groups = WholeState.of_all([one for one, _ in of_each]), list(chain.from_iterable(of for _, of in of_each))
             # The layout is the same, so this rank holds the same range of each parameter.
             cut = self._cut(whole, held={piece.param: piece.values for piece in self.state_pieces() if piece.key is MAIN})
@@ -667,9 +668,11 @@ class Sharding:
 
     def loose_of(self, key: Any) -> MutableMapping[Any, Any]:
         """Return the mapping for state that is in no shard, under a key: of frozen parameters, and of no parameter."""
-        groups = [(update, group["params"]) for update in self.updates for group in update.given.param_groups]
-        owner = next((update for update, params in groups if any(key is param for param in params)), self.updates[0])
-        state: MutableMapping[Any, Any] = owner.given.state
+        first, *others = self.updates
+        state: MutableMapping[Any, Any] = first.given.state
+        for update in others:
+            if key in update.given.state or any(key is param for param in chain.from_iterable(update.members.by_group())):
+                state = update.given.state
         return state
 
     @property
