@@ -129,6 +129,17 @@ def default_group_of(num_ranks: int) -> dist.ProcessGroup | None:
     return dist.group.WORLD if is_there else None
 
 
+def flattened_group(mesh: DeviceMesh, dims: Sequence[str]) -> dist.ProcessGroup | None:
+    """Return the group of the ranks along the dimensions of a slice of a mesh and further ones of that mesh.
+
+    All ranks of the whole mesh call it, with the same dimensions; the mesh keeps the group. ``None``: it lacks a dimension.
+    """
+    whole = mesh._get_root_mesh()
+    names = whole.mesh_dim_names or ()
+    wanted = tuple(name for name in names if name in (*(mesh.mesh_dim_names or ()), *dims))
+    return whole[wanted]._flatten().get_group() if len(wanted) == mesh.ndim + len(dims) else None
+
+
 def members_of(ranks: Any) -> Sequence[int]:
     """Return the global ranks of a group, in order. Raises as ``process_group_of``."""
     group = process_group_of(ranks)

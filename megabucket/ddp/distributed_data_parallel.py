@@ -43,6 +43,7 @@ from megabucket.ddp.wrap import (
     Wrapping,
     exchange_device,
     find_difference,
+    has_dtensors,
     prepare_rebuild,
     restore_prefix,
 )
@@ -107,6 +108,13 @@ class DistributedDataParallel(torch.nn.Module):
         if isinstance(process_group, DeviceMesh):
             groups, process_group = {DENSE: process_group}, None
         self._groups = groups if isinstance(groups, ParallelGroups | None) else ParallelGroups(groups)
+        self._dtensors = None
+        if has_dtensors(module):
+            from megabucket.ddp.dtensors import DTensorParams  # imports torch.distributed.tensor
+
+            own = self._groups or ParallelGroups({DENSE: communicator or process_group or dist.group.WORLD})
+            self._dtensors = DTensorParams(module, own)
+            self._groups = self._dtensors.groups(self.ddp_config)
         device, state = exchange_device(module), RankState(recorder)
         policy = resolve_step(self.ddp_config)
         if self._groups is not None:
@@ -142,7 +150,15 @@ class DistributedDataParallel(torch.nn.Module):
             raise
 
     def _wrap(self, config: DistributedDataParallelConfig, policy: StepPolicy) -> Wrapping:
-        return Wrapping(self.module, config, policy, self.ranks, groups=self._groups, on_load=self._note_load)
+        return Wrapping(
+            self.module,
+            config,
+            policy,
+            self.ranks,
+            groups=self._groups,
+            dtensors=self._dtensors,
+            on_load=self._note_load,
+        )
 
     def _add_recorders(self) -> None:
         device = self.param_and_grad_buffers[0].param_data.device
@@ -557,6 +573,8 @@ class DistributedDataParallel(torch.nn.Module):
         """
         self._optimizers.clear()
         self._optimizers.add(optimizer)
+        if self._dtensors is not None and isinstance(optimizer, torch.optim.Optimizer):
+            self._dtensors.show_state(optimizer)
 
     def check_replicas(self) -> None:
         """Compare the parameters of all ranks by checksums of all bits.
@@ -596,6 +614,8 @@ class DistributedDataParallel(torch.nn.Module):
         try:
             wrapping.undo()
         finally:
+            if self._dtensors is not None:
+                self._dtensors.restore()
             self.communicator.recorders.deactivate(self._recorders)
             self.ranks.close()
         return self.module

@@ -253,7 +253,7 @@ def discover(
     if DENSE not in names:
         raise ConfigError(f"groups need {DENSE!r}, the ranks of parameters in no other group; got {name_list(names)}")
     made = _CommunicatorMaker(config, policy, device, state)
-    groups = {name: _as_group(given.reduction[name]) for name in names}
+    groups = {name: as_group(given.reduction[name]) for name in names}
     replicated = {name: group for name, group in groups.items() if group.replicate is not None}
     candidates = {name: group.ranks for name, group in groups.items()}
     copies = {copies_key(name): ranks for name, ranks in given.copies.items()}
@@ -345,7 +345,8 @@ class _CommunicatorMaker:
         return Reduction(inside, 1.0, policy, replicas, places)
 
 
-def _as_group(given: Any) -> ReductionGroup:
+def as_group(given: Any) -> ReductionGroup:
+    """Return a value of ``ParallelGroups.reduction`` as a ``ReductionGroup`` without a mesh of two dimensions."""
     group = given if isinstance(given, ReductionGroup) else ReductionGroup(given)
     if group.replicate is None:
         ranks, replicate = levels_of(group.ranks)

@@ -64,7 +64,18 @@ _CUTTING_FIELDS: Final = frozenset(
 )
 """Config fields that a rebuild may change: where buckets are cut and how they are batched."""
 
+_DTENSOR: Final = "DTensor"
 _LISTS: Final = ("bucket_cuts", "bucket_order")
+
+
+class LocalPieces(Protocol):
+    """DTensor parameters, of which the buffers hold the local pieces; see ``ddp/dtensors.py``."""
+
+    def localize(self) -> None:
+        """Put the local pieces into the module, in place of DTensors."""
+
+    def show_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let ``state_dict()`` of an optimizer have DTensors."""
 
 
 class FollowsRebuild(Protocol):
@@ -78,6 +89,11 @@ class FollowsRebuild(Protocol):
 
 
 # Supported parameters #
+
+
+def has_dtensors(module: torch.nn.Module) -> bool:
+    """Return whether a parameter of the module is a DTensor. Does not import them."""
+    return any(type(param).__name__ == _DTENSOR for param in module.parameters())
 
 
 def discover_params(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -138,10 +154,10 @@ def _obstacles(param: torch.nn.Parameter, first: torch.nn.Parameter, first_name:
         reason = "it is a nested tensor" if param.is_nested else f"it is sparse ({param.layout})"
         yield reason, "Use a dense parameter, or freeze it."
     is_localized = getattr(param, "_st_info", None) is not None  # torch's mark, between forwards
-    if (kind := type(param.data).__name__) == "DTensor" or is_localized:
+    if (kind := type(param.data).__name__) == _DTENSOR or is_localized:
         remedy = (
-            "Leave out fully_shard(): use_distributed_optimizer=True takes its place. In place of parallelize_module() make "
-            "each part a plain parameter (.to_local()), and let groups=ParallelGroups(..., identity=...) say where it belongs."
+            "Leave out fully_shard(): use_distributed_optimizer=True takes its place. After parallelize_module() wrap "
+            "the module anew, without _pre_dp_module_transform()."
         )
         when = " in each forward, by torch's _pre_dp_module_transform()" if is_localized else ""
         yield f"it is a DTensor{when}, which torch cuts and reduces itself", remedy
@@ -334,10 +350,11 @@ class Wrapping:
         ranks: RankGroups,
         *,
         groups: ParallelGroups | None = None,
+        dtensors: LocalPieces | None = None,
         on_load: Callable[[], None],
     ) -> None:
         self.module, self.policy = module, policy
-        params, self.identities, self.layout = _agree_on_model(module, config, policy, ranks, groups)
+        params, self.identities, self.layout = _agree_on_model(module, config, policy, ranks, groups, dtensors)
         self.param_names = {param: name for name, param in params.items()}
         self.buffers: list[ParamAndGradBuffer] = []
         self.groups: list[_ParamAndGradBucketGroup] = []
@@ -352,7 +369,9 @@ class Wrapping:
             self.sync = GradSync(self.groups, self.policy, watch, backward_hooks=hooks, ranks=ranks, partial=partial)
             self.gather = ParamGather(self.groups, overlaps=self.policy.overlaps_params)
             self._handles.extend(self.gather.register_hooks(module))
-            self._handles.append(PlainOptimizerGuard(params, self.sync, rank=ranks.step.rank))
+            show_state = None if dtensors is None else dtensors.show_state
+            guard = PlainOptimizerGuard(params, self.sync, rank=ranks.step.rank, show_state=show_state)
+            self._handles.append(guard)
             owners = OwnerGuard(module, params)
             self._handles.append(owners)
             owners.watch()
@@ -521,6 +540,7 @@ def _agree_on_model(
     policy: StepPolicy,
     ranks: RankGroups,
     groups: ParallelGroups | None,
+    dtensors: LocalPieces | None,
 ) -> tuple[dict[str, torch.nn.Parameter], dict[str, ParamIdentity], ModelLayout]:
     """Return the parameters, their identities and the layout of a module, after comparing it on all ranks.
 
@@ -532,6 +552,8 @@ def _agree_on_model(
         MegabucketError: what ``discover_params``, ``identify`` and ``build_layout`` raise, where all ranks raise it alike.
     """
     with calling("wrap", ranks, exchange_device(module)) as call:
+        if dtensors is not None:
+            dtensors.localize()
         params = discover_params(module)
         _check_finish(params, policy, ranks)
         identities = identify(module, ranks, groups)

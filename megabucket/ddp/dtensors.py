@@ -1,0 +1,339 @@
+"""DTensor parameters. A buffer holds the local piece, as a plain parameter; the module computes with the DTensor around it.
+
+::
+
+    module._parameters["weight"]   the piece, in the buffer: what hooks, optimizers and named_parameters() have
+    module.weight                  the DTensor around it, made anew at each read
+    module.state_dict()            DTensors, under the names of before
+
+A gradient comes back to the piece without communication: along a dimension of the mesh that does not cut the parameter it is a
+part, and the sum of the parts is the gradient. So a parameter that several ranks hold whole is reduced over their data-parallel
+ranks and theirs, in a reduction group of its own, in the same pass as all others. What this costs and the alternatives are in
+docs/decisions/dtensor.md. Imported only for a module with DTensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, Final
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from megabucket.comm.torch import default_group_of, flattened_group, members_of
+from megabucket.config.ddp import DistributedDataParallelConfig
+from megabucket.ddp.groups import DENSE, ParallelGroups, ReductionGroup, as_group
+from megabucket.errors import ConfigError, ModelChangedError, UnsupportedParameterError
+from megabucket.layout.identity import ParamIdentity, plain_identity
+
+_PLACES: Final = "_megabucket_places"
+"""Attribute of a module with pieces: the place of each, by the name of the parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The DTensor around a local piece, without its values.
+
+    Args:
+        shape: of the whole tensor.
+        stride: of the whole tensor.
+        offset: start of the piece, one index per dimension.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: tuple[int, ...]
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Place:
+        """Return the same place: a copy of the module lies on the same mesh."""
+        return self
+
+    @classmethod
+    def of(cls, whole: DTensor) -> Place:
+        """Return the place of this rank's piece."""
+        offset, mesh = [0] * whole.ndim, whole.device_mesh
+        sizes = list(whole.shape)
+        for dim, placement in enumerate(whole.placements):
+            if isinstance(placement, Shard):  # in chunks of equal size but for the last ones, as torch.chunk cuts
+                step = -(-sizes[placement.dim] // mesh.size(dim))
+                start = min(step * mesh.get_local_rank(dim), sizes[placement.dim])
+                offset[placement.dim] += start
+                sizes[placement.dim] = min(step, sizes[placement.dim] - start)
+        return cls(mesh, tuple(whole.placements), whole.shape, whole.stride(), tuple(offset))
+
+    def around(self, piece: torch.Tensor) -> DTensor:
+        """Return the DTensor whose local piece is ``piece``: the same memory, and gradients go there."""
+        parts = [Partial() if placement.is_replicate() else placement for placement in self.placements]
+        return DTensor.from_local(
+            piece, self.mesh, self.placements, shape=self.shape, stride=self.stride, grad_placements=parts
+        )
+
+    def state_around(self, value: Any, *, shape: Sequence[int]) -> Any:
+        """Return the DTensor around ``value``, if that is state of a piece element by element; else ``value`` itself.
+
+        Args:
+            shape: of the piece.
+
+        Raises:
+            ConfigError: it is state of another shape, and the parameter is cut.
+        """
+        if not isinstance(value, torch.Tensor) or not value.ndim:
+            return value
+        if value.shape == torch.Size(shape):
+            return self.around(value)
+        if torch.Size(shape) == self.shape:
+            return value
+        raise ConfigError(
+            f"a parameter of shape {tuple(self.shape)}, of which this rank holds {tuple(shape)}, has optimizer state of shape "
+            f"{tuple(value.shape)}: no DTensor describes it, and torch would save it as if all ranks had the same. Save with "
+            "megabucket.save_checkpoint()."
+        )
+
+    def piece_of(self, value: Any, *, shape: Sequence[int]) -> Any:
+        """Return this rank's piece of ``value``: a DTensor, or a plain tensor with all values; else ``value`` itself.
+
+        Args:
+            shape: of the piece.
+
+        Raises:
+            ModelChangedError: the DTensor is on another mesh, or of another shape.
+        """
+        if isinstance(value, DTensor):
+            if value.device_mesh != self.mesh or value.shape != self.shape:
+                raise ModelChangedError(
+                    f"a DTensor of shape {tuple(value.shape)} on {value.device_mesh} cannot be loaded into a parameter of "
+                    f"shape {tuple(self.shape)} on {self.mesh}. Load through torch.distributed.checkpoint, which cuts "
+                    "tensors anew for another mesh, or give the whole tensor (.full_tensor())."
+                )
+            return value.redistribute(placements=self.placements).to_local()
+        if isinstance(value, torch.Tensor) and tuple(shape) != value.shape == self.shape:
+            for dim, (start, size) in enumerate(zip(self.offset, shape, strict=True)):
+                value = value.narrow(dim, start, size)
+        return value
+
+
+class DTensorParams:
+    """The DTensor parameters of one wrapped module, as long as it is wrapped.
+
+    Args:
+        given: the groups of the wrapper, as far as the caller has named them.
+    """
+
+    def __init__(self, module: torch.nn.Module, given: ParallelGroups) -> None:
+        self._module, self._given = module, given
+        self._place_of: dict[Any, Place] = {}  # by piece
+        self._shown: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        dense = as_group(given.reduction[DENSE])
+        self._own = [set(members_of(ranks)) for ranks in (dense.ranks, dense.replicate) if ranks is not None]
+        self._dims = self._other_dims()
+
+    def _other_dims(self) -> dict[str, DeviceMesh]:
+        """Return the mesh dimensions that the wrapper does not reduce over, by name, each with a mesh that has it."""
+        found: dict[str, DeviceMesh] = {}
+        params: Iterable[Any] = self._module.parameters()
+        for param in filter(is_dtensor, params):
+            mesh = param.device_mesh
+            for dim in range(mesh.ndim):
+                if mesh.size(dim) > 1 and not self._is_own(mesh, dim):
+                    found.setdefault(_dim_name(mesh, dim), mesh)
+        return found
+
+    def _is_own(self, mesh: DeviceMesh, dim: int) -> bool:
+        ranks = set(members_of(mesh.get_group(dim)))
+        return any(len(ranks & own) > 1 for own in self._own)
+
+    def _copied_along(self, place: Place) -> tuple[str, ...]:
+        """Return the dimensions along which other ranks hold the same piece."""
+        mesh, placements = place.mesh, enumerate(place.placements)
+        names = [_dim_name(mesh, dim) for dim, placement in placements if placement.is_replicate()]
+        # A mesh that lacks a dimension does not cut along it.
+        cut = {_dim_name(mesh, dim) for dim in range(mesh.ndim)} - set(names)
+        return tuple(name for name in self._dims if name not in cut)
+
+    # The module #
+
+    def _find_obstacle(self, param: Any) -> tuple[str, str] | None:
+        """Return why a DTensor cannot live in a buffer, with a remedy; ``None`` if it can."""
+        for dim, placement in enumerate(param.placements):
+            is_known = type(placement) in (Shard, Replicate)
+            if not is_known or (not placement.is_replicate() and self._is_own(param.device_mesh, dim)):
+                where = f"along {_dim_name(param.device_mesh, dim)!r} of its mesh"
+                return f"it is a DTensor with {placement} {where}, which are ranks that the wrapper reduces over", (
+                    "Leave out fully_shard(): use_distributed_optimizer=True takes its place. After parallelize_module() pass "
+                    'process_group=mesh["dp"], the ranks that hold the same piece.'
+                )
+        if param._backward_hooks or param._post_accumulate_grad_hooks or param.grad is not None:
+            reason = "it is a DTensor with hooks or a gradient"
+            return reason, "Wrap before the first backward, and register hooks afterwards, on ddp.module.parameters()."
+        return None
+
+    def localize(self) -> None:
+        """Put the local pieces into the module, in place of DTensors.
+
+        Raises:
+            UnsupportedParameterError: a DTensor cannot live in a buffer; nothing was changed.
+        """
+        for name, param in self._module.named_parameters():
+            if is_dtensor(param) and (obstacle := self._find_obstacle(param)) is not None:
+                raise UnsupportedParameterError(param=name, reason=obstacle[0], remedy=obstacle[1])
+        pieces: dict[Any, torch.nn.Parameter] = {}
+        for part in self._module.modules():
+            places = dict(getattr(part, _PLACES, {}))
+            for name, held in part._parameters.items():
+                if is_dtensor(held):
+                    if held not in pieces:
+                        pieces[held] = self._piece_of(held)
+                    part._parameters[name] = pieces[held]
+                    places[name] = self._place_of[pieces[held]]
+                elif held not in self._place_of:
+                    places.pop(name, None)  # replaced by a plain parameter
+            if places:
+                vars(part)[_PLACES] = places
+                base: Any = _class_without_pieces(type(part))
+                part.__class__ = _class_with_pieces(base, tuple(sorted(places)))
+
+    def _piece_of(self, param: Any) -> torch.nn.Parameter:
+        piece = torch.nn.Parameter(param.detach().to_local(), requires_grad=param.requires_grad)
+        vars(piece).update({name: value for name, value in vars(param).items() if not name.startswith("_")})
+        self._place_of[piece] = Place.of(param)
+        return piece
+
+    def restore(self) -> None:
+        """Put DTensors with the values of the pieces into the module again. A second call does nothing."""
+        whole: dict[Any, torch.nn.Parameter] = {}
+        for part in self._module.modules():
+            for name, place in vars(part).pop(_PLACES, {}).items():
+                piece: Any = part._parameters.get(name)
+                if piece in self._place_of:
+                    if piece not in whole:
+                        around = place.around(piece.detach())
+                        whole[piece] = torch.nn.Parameter(around, requires_grad=piece.requires_grad)
+                    part._parameters[name] = whole[piece]
+            part.__class__ = _class_without_pieces(type(part))
+
+    # The wrapper #
+
+    def groups(self, config: DistributedDataParallelConfig) -> ParallelGroups:
+        """Return the groups of the wrapper: the given ones, and what meshes and placements say.
+
+        Raises:
+            ConfigError: no group has the data-parallel ranks together with those of the meshes.
+        """
+        given = self._given
+        if not self._dims:
+            return replace(given, identity=self._identity)
+        reduction, copies = dict(given.reduction), dict(given.copies)
+        params: list[Any] = list(self._module.parameters())
+        # In the same order on all ranks, which make groups together.
+        for along in sorted({self._copied_along(Place.of(param)) for param in params if is_dtensor(param)} - {()}):
+            ranks = ReductionGroup(self._ranks_with(along), unused_parameters=config.unused_parameters)
+            reduction.setdefault(_group_name(along), ranks)
+        if not all(map(is_dtensor, params)):  # every rank of a mesh holds the others
+            copies = {name: mesh.get_group(name) for name, mesh in self._dims.items()} | copies
+        norm_group = self._ranks_with(tuple(self._dims)) if given.norm_group is None else given.norm_group
+        return replace(given, reduction=reduction, identity=self._identity, copies=copies, norm_group=norm_group)
+
+    def _ranks_with(self, dims: Sequence[str]) -> Any:
+        """Return a group of the ranks of the wrapper and those along some dimensions of the meshes."""
+        num_ranks = math.prod([*map(len, self._own), *(self._dims[name][name].size() for name in dims)])
+        dense = self._given.reduction[DENSE]
+        if (group := default_group_of(num_ranks)) is not None:
+            return group
+        own = dense.ranks if isinstance(dense, ReductionGroup) else dense
+        if isinstance(own, DeviceMesh) and (group := flattened_group(own, dims)) is not None:
+            return group
+        raise ConfigError(
+            f"parameters are copied or cut along {', '.join(dims)}, and no group is known of the {num_ranks} ranks that hold "
+            "them. Pass process_group= as a slice of the mesh with all dimensions, such as "
+            'init_device_mesh(..., mesh_dim_names=("pp", "dp", "tp"))["dp"], and norm_group= if the model has more ranks.'
+        )
+
+    def _identity(self, name: str, param: torch.Tensor) -> ParamIdentity | None:
+        given = None if self._given.identity is None else self._given.identity(name, param)
+        place = self._place_of.get(param)
+        if place is None:
+            return given or replace(plain_identity(name, tuple(param.shape)), copies=tuple(self._dims))
+        along = self._copied_along(place)
+        base = given or plain_identity(name, tuple(place.shape))
+        group = _group_name(along) if along else base.group
+        return replace(base, global_shape=tuple(place.shape), offset=place.offset, group=group)
+
+    # Optimizers #
+
+    def show_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let ``state_dict()`` of an optimizer have DTensors where it has the state of pieces, and load them."""
+        if optimizer not in self._shown:
+            self._shown.add(optimizer)
+            optimizer.register_state_dict_post_hook(functools.partial(self._convert, convert=Place.state_around))
+            optimizer.register_load_state_dict_pre_hook(functools.partial(self._convert, convert=Place.piece_of))
+
+    def _convert(
+        self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], *, convert: Callable[..., Any]
+    ) -> dict[str, Any]:
+        pieces = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        piece_of = {key: piece for key, piece in zip(keys, pieces, strict=False) if piece in self._place_of}
+        state = dict(state_dict["state"])  # the values are the optimizer's own
+        for key in state.keys() & piece_of.keys():
+            piece = piece_of[key]
+            place = self._place_of[piece]
+            state[key] = {name: convert(place, value, shape=piece.shape) for name, value in state[key].items()}
+        return {**state_dict, "state": state}
+
+
+def is_dtensor(param: torch.Tensor | None) -> bool:
+    """Return whether a parameter is a DTensor."""
+    return isinstance(param, DTensor)
+
+
+def _dim_name(mesh: DeviceMesh, dim: int) -> str:
+    return f"dimension {dim}" if mesh.mesh_dim_names is None else mesh.mesh_dim_names[dim]
+
+
+def _group_name(along: Iterable[str]) -> str:
+    return f"copied along {', '.join(along)}"
+
+
+@functools.cache
+def _class_with_pieces(base: Any, names: tuple[str, ...]) -> type[torch.nn.Module]:
+    """Return a class of modules whose parameters of these names are pieces. One for all modules alike, for the compiler."""
+    own = {name: _property(name) for name in names}
+    return type(base.__name__, (_WithPieces, base), {"__module__": base.__module__, "__qualname__": base.__qualname__, **own})
+
+
+def _class_without_pieces(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    return kind.__bases__[1] if kind.__bases__[0] is _WithPieces else kind
+
+
+def _property(name: str) -> property:
+    def get(self: torch.nn.Module) -> Any:
+        if name not in self._parameters:
+            raise AttributeError(name)  # Python asks the module's __getattr__ then
+        piece, place = self._parameters[name], getattr(self, _PLACES).get(name)
+        return piece if piece is None or place is None else place.around(piece)
+
+    return property(get)
+
+
+class _WithPieces(torch.nn.Module):
+    """A module whose DTensor parameters lie in buffers. It saves and loads DTensors."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, place in getattr(self, _PLACES).items():
+            if (piece := destination.get(prefix + name)) is not None:
+                destination[prefix + name] = place.around(piece)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name, place in getattr(self, _PLACES).items():
+            if prefix + name in state_dict and (piece := self._parameters.get(name)) is not None:
+                state_dict[prefix + name] = place.piece_of(state_dict[prefix + name], shape=piece.shape)
+        super()._load_from_state_dict(state_dict, prefix, *args)
