@@ -11,7 +11,7 @@ import math
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,9 @@ from megabucket.errors import ConfigError, MegabucketError, PhaseError, log_once
 from megabucket.layout import ModelLayout
 from megabucket.layout.identity import ParamIdentity, by_place
 from megabucket.trace import ProfilerRanges, Recorder, StepRecorder, StepTrace
+
+if TYPE_CHECKING:
+    from megabucket.ddp.dtensors import DTensorParams
 
 
 class DistributedDataParallel(torch.nn.Module):
@@ -108,13 +111,14 @@ class DistributedDataParallel(torch.nn.Module):
         if isinstance(process_group, DeviceMesh):
             groups, process_group = {DENSE: process_group}, None
         self._groups = groups if isinstance(groups, ParallelGroups | None) else ParallelGroups(groups)
-        self._dtensors = None
+        self.dtensors: DTensorParams | None = None
+        """The DTensor parameters of the module, if it has any."""
         if has_dtensors(module):
-            from megabucket.ddp.dtensors import DTensorParams  # imports torch.distributed.tensor
+            from megabucket.ddp.dtensors import DTensorParams  # takes a second, for torch.distributed.tensor
 
             own = self._groups or ParallelGroups({DENSE: communicator or process_group or dist.group.WORLD})
-            self._dtensors = DTensorParams(module, own)
-            self._groups = self._dtensors.groups(self.ddp_config)
+            self.dtensors = DTensorParams(module, own)
+            self._groups = self.dtensors.groups(self.ddp_config)
         device, state = exchange_device(module), RankState(recorder)
         policy = resolve_step(self.ddp_config)
         if self._groups is not None:
@@ -156,7 +160,7 @@ class DistributedDataParallel(torch.nn.Module):
             policy,
             self.ranks,
             groups=self._groups,
-            dtensors=self._dtensors,
+            dtensors=self.dtensors,
             on_load=self._note_load,
         )
 
@@ -573,8 +577,6 @@ class DistributedDataParallel(torch.nn.Module):
         """
         self._optimizers.clear()
         self._optimizers.add(optimizer)
-        if self._dtensors is not None and isinstance(optimizer, torch.optim.Optimizer):
-            self._dtensors.show_state(optimizer)
 
     def check_replicas(self) -> None:
         """Compare the parameters of all ranks by checksums of all bits.
@@ -614,8 +616,8 @@ class DistributedDataParallel(torch.nn.Module):
         try:
             wrapping.undo()
         finally:
-            if self._dtensors is not None:
-                self._dtensors.restore()
+            if self.dtensors is not None:
+                self.dtensors.restore()
             self.communicator.recorders.deactivate(self._recorders)
             self.ranks.close()
         return self.module

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from megabucket.comm.torch import default_group_of, flattened_group, members_of
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp.groups import DENSE, ParallelGroups, ReductionGroup, as_group
-from megabucket.errors import ConfigError, ModelChangedError, UnsupportedParameterError
+from megabucket.errors import ConfigError, UnsupportedParameterError
 from megabucket.layout.identity import ParamIdentity, plain_identity
 
 _PLACES: Final = "_megabucket_places"
@@ -104,11 +104,11 @@ class Place:
             shape: of the piece.
 
         Raises:
-            ModelChangedError: the DTensor is on another mesh, or of another shape.
+            ConfigError: the DTensor is on another mesh, or of another shape.
         """
         if isinstance(value, DTensor):
             if value.device_mesh != self.mesh or value.shape != self.shape:
-                raise ModelChangedError(
+                raise ConfigError(
                     f"a DTensor of shape {tuple(value.shape)} on {value.device_mesh} cannot be loaded into a parameter of "
                     f"shape {tuple(self.shape)} on {self.mesh}. Load through torch.distributed.checkpoint, which cuts "
                     "tensors anew for another mesh, or give the whole tensor (.full_tensor())."
@@ -130,7 +130,7 @@ class DTensorParams:
     def __init__(self, module: torch.nn.Module, given: ParallelGroups) -> None:
         self._module, self._given = module, given
         self._place_of: dict[Any, Place] = {}  # by piece
-        self._shown: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         dense = as_group(given.reduction[DENSE])
         self._own = [set(members_of(ranks)) for ranks in (dense.ranks, dense.replicate) if ranks is not None]
         self._dims = self._other_dims()
@@ -268,15 +268,31 @@ class DTensorParams:
 
     # Optimizers #
 
-    def show_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let ``state_dict()`` of an optimizer have DTensors where it has the state of pieces, and load them."""
-        if optimizer not in self._shown:
-            self._shown.add(optimizer)
-            optimizer.register_state_dict_post_hook(functools.partial(self._convert, convert=Place.state_around))
-            optimizer.register_load_state_dict_pre_hook(functools.partial(self._convert, convert=Place.piece_of))
+    def watch_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let a torch optimizer over pieces save its state as DTensors, and load them."""
+        if optimizer not in self._watched:
+            self._watched.add(optimizer)
+            optimizer.register_state_dict_post_hook(self.show_state)
+            optimizer.register_load_state_dict_pre_hook(self.hide_state)
+
+    def show_state(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a ``state_dict`` with DTensors in place of the state of pieces.
+
+        Raises:
+            ConfigError: there is state of a piece that is not one value per element.
+        """
+        return self._convert(optimizer, state_dict, Place.state_around)
+
+    def hide_state(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a ``state_dict`` with the state of pieces in place of DTensors and of whole tensors.
+
+        Raises:
+            ConfigError: a DTensor does not fit the parameter.
+        """
+        return self._convert(optimizer, state_dict, Place.piece_of)
 
     def _convert(
-        self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], *, convert: Callable[..., Any]
+        self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], convert: Callable[..., Any]
     ) -> dict[str, Any]:
         pieces = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])

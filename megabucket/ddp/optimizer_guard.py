@@ -56,7 +56,7 @@ class PlainOptimizerGuard:
     """Watches optimizer steps on the parameters of one wrapper until it is removed or garbage collected.
 
     Args:
-        show_state: called with each optimizer over them, before its first step.
+        on_first: called with each optimizer over them, before its first step.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class PlainOptimizerGuard:
         sync: GradSync,
         *,
         rank: int,
-        show_state: Callable[[torch.optim.Optimizer], None] | None = None,
+        on_first: Callable[[torch.optim.Optimizer], None] | None = None,
     ) -> None:
         self._names = {id(param): name for name, param in params.items()}
         self._has_mixed_dtypes = any(slot.view.dtype != slot.param.dtype for group in sync.groups for slot in group.slots)
         self._sync = sync
-        self._rank, self._show_state = rank, show_state
+        self._rank, self._on_first = rank, on_first
         self._held: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Held] = weakref.WeakKeyDictionary()
         self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # in which step
         self._making_state: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # while torch makes their state
@@ -110,8 +110,8 @@ class PlainOptimizerGuard:
             params = [param for group in groups for param in group["params"] if id(param) in self._names]
             known = _Held(sizes, [name for of_group in names for name in of_group if name], params, members)
             self._held[optimizer] = known
-            if self._show_state is not None and params:
-                self._show_state(optimizer)
+            if self._on_first is not None and params:
+                self._on_first(optimizer)
         return known
 
     def check(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Arguments | None:

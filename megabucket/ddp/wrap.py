@@ -74,8 +74,8 @@ class LocalPieces(Protocol):
     def localize(self) -> None:
         """Put the local pieces into the module, in place of DTensors."""
 
-    def show_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let ``state_dict()`` of an optimizer have DTensors."""
+    def watch_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let a torch optimizer over pieces save its state as DTensors, and load them."""
 
 
 class FollowsRebuild(Protocol):
@@ -369,8 +369,8 @@ class Wrapping:
             self.sync = GradSync(self.groups, self.policy, watch, backward_hooks=hooks, ranks=ranks, partial=partial)
             self.gather = ParamGather(self.groups, overlaps=self.policy.overlaps_params)
             self._handles.extend(self.gather.register_hooks(module))
-            show_state = None if dtensors is None else dtensors.show_state
-            guard = PlainOptimizerGuard(params, self.sync, rank=ranks.step.rank, show_state=show_state)
+            on_first = None if dtensors is None else dtensors.watch_state
+            guard = PlainOptimizerGuard(params, self.sync, rank=ranks.step.rank, on_first=on_first)
             self._handles.append(guard)
             owners = OwnerGuard(module, params)
             self._handles.append(owners)

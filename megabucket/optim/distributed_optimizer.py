@@ -798,7 +798,10 @@ class DistributedOptimizer(SteppingForWrapper):
         with self.ddp.sync.call("state_dict()"):
             self.sharding.settle("state_dict()")
         whole = self.sharding.whole_state()
-        return [pack(optimizer, whole) for optimizer in self.torch_optimizers]
+        packed = [pack(optimizer, whole) for optimizer in self.torch_optimizers]
+        if (dtensors := self.ddp.dtensors) is not None:
+            return [dtensors.show_state(*one) for one in zip(self.torch_optimizers, packed, strict=True)]
+        return packed
 
     @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -553,6 +553,8 @@ class Sharding:
             names: dict[torch.Tensor, str] = {param: name for name, param in self._ddp.module.named_parameters()}
             given = [update.given for update in self.updates]
             states = split(state_dict, given) if parts is None else parts
+            if (dtensors := self._ddp.dtensors) is not None:
+                states = [dtensors.hide_state(*one) for one in zip(given, map(dict, states), strict=True)]
             uncut = self.uncut
             of_each = [unpack(*one, names, uncut=uncut) for one in zip(given, states, strict=True)]
             whole, groups = WholeState.of_all([one for one, _ in of_each]), list(chain.from_iterable(of for _, of in of_each))
