@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,11 +29,12 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from megabucket.comm.torch import default_group_of, flattened_group, members_of
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp.groups import DENSE, ParallelGroups, ReductionGroup, as_group
+from megabucket.ddp.wrap import PLACES
 from megabucket.errors import ConfigError, UnsupportedParameterError
 from megabucket.layout.identity import ParamIdentity, plain_identity
 
-_PLACES: Final = "_megabucket_places"
-"""Attribute of a module with pieces: the place of each, by the name of the parameter."""
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +73,12 @@ class Place:
     def around(self, piece: torch.Tensor) -> DTensor:
         """Return the DTensor whose local piece is ``piece``: the same memory, and gradients go there."""
         parts = [Partial() if placement.is_replicate() else placement for placement in self.placements]
-        return DTensor.from_local(
+        whole = DTensor.from_local(
             piece, self.mesh, self.placements, shape=self.shape, stride=self.stride, grad_placements=parts
         )
+        if whole.requires_grad and not torch.compiler.is_compiling():  # a compiled graph takes no hooks
+            whole.register_hook(functools.partial(_gathered, placements=self.placements))
+        return whole
 
     def state_around(self, value: Any, *, shape: Sequence[int]) -> Any:
         """Return the DTensor around ``value``, if that is state of a piece element by element; else ``value`` itself.
@@ -135,15 +139,15 @@ class DTensorParams:
         self._own = [set(members_of(ranks)) for ranks in (dense.ranks, dense.replicate) if ranks is not None]
         self._dims = self._other_dims()
 
-    def _other_dims(self) -> dict[str, DeviceMesh]:
-        """Return the mesh dimensions that the wrapper does not reduce over, by name, each with a mesh that has it."""
-        found: dict[str, DeviceMesh] = {}
+    def _other_dims(self) -> dict[str, ProcessGroup]:
+        """Return the groups along the dimensions of meshes that the wrapper does not reduce over, by name."""
+        found: dict[str, ProcessGroup] = {}
         params: Iterable[Any] = self._module.parameters()
         for param in filter(is_dtensor, params):
             mesh = param.device_mesh
             for dim in range(mesh.ndim):
                 if mesh.size(dim) > 1 and not self._is_own(mesh, dim):
-                    found.setdefault(_dim_name(mesh, dim), mesh)
+                    found.setdefault(_dim_name(mesh, dim), mesh.get_group(dim))
         return found
 
     def _is_own(self, mesh: DeviceMesh, dim: int) -> bool:
@@ -151,12 +155,15 @@ class DTensorParams:
         return any(len(ranks & own) > 1 for own in self._own)
 
     def _copied_along(self, place: Place) -> tuple[str, ...]:
-        """Return the dimensions along which other ranks hold the same piece."""
-        mesh, placements = place.mesh, enumerate(place.placements)
-        names = [_dim_name(mesh, dim) for dim, placement in placements if placement.is_replicate()]
-        # A mesh that lacks a dimension does not cut along it.
-        cut = {_dim_name(mesh, dim) for dim in range(mesh.ndim)} - set(names)
-        return tuple(name for name in self._dims if name not in cut)
+        """Return the dimensions of its mesh along which other ranks hold the same piece, and have parts of its gradient."""
+        names = (_dim_name(place.mesh, dim) for dim, placement in enumerate(place.placements) if placement.is_replicate())
+        return tuple(name for name in names if name in self._dims)
+
+    def _outside_mesh(self, place: Place | None) -> tuple[str, ...]:
+        """Return the dimensions along which all ranks hold the same values and gradients, because its mesh lacks them."""
+        mesh = None if place is None else place.mesh
+        inside = () if mesh is None else [_dim_name(mesh, dim) for dim in range(mesh.ndim)]
+        return tuple(name for name in self._dims if name not in inside)
 
     # The module #
 
@@ -184,9 +191,18 @@ class DTensorParams:
         for name, param in self._module.named_parameters():
             if is_dtensor(param) and (obstacle := self._find_obstacle(param)) is not None:
                 raise UnsupportedParameterError(param=name, reason=obstacle[0], remedy=obstacle[1])
+        own = set(map(id, self._place_of.values()))
+        if copied := [
+            name for part in self._module.modules() for name, place in _places_of(part).items() if id(place) not in own
+        ]:
+            raise UnsupportedParameterError(
+                param=copied[0],
+                reason="it is a piece of a DTensor, in a copy of a wrapped module, which does not say where the piece belongs",
+                remedy="Copy the module before wrapping it, or after ddp.detach().",
+            )
         pieces: dict[Any, torch.nn.Parameter] = {}
         for part in self._module.modules():
-            places = dict(getattr(part, _PLACES, {}))
+            places = dict(_places_of(part))
             for name, held in part._parameters.items():
                 if is_dtensor(held):
                     if held not in pieces:
@@ -196,7 +212,7 @@ class DTensorParams:
                 elif held not in self._place_of:
                     places.pop(name, None)  # replaced by a plain parameter
             if places:
-                vars(part)[_PLACES] = places
+                vars(part)[PLACES] = places
                 base: Any = _class_without_pieces(type(part))
                 part.__class__ = _class_with_pieces(base, tuple(sorted(places)))
 
@@ -210,14 +226,16 @@ class DTensorParams:
         """Put DTensors with the values of the pieces into the module again. A second call does nothing."""
         whole: dict[Any, torch.nn.Parameter] = {}
         for part in self._module.modules():
-            for name, place in vars(part).pop(_PLACES, {}).items():
-                piece: Any = part._parameters.get(name)
-                if piece in self._place_of:
-                    if piece not in whole:
-                        around = place.around(piece.detach())
-                        whole[piece] = torch.nn.Parameter(around, requires_grad=piece.requires_grad)
-                    part._parameters[name] = whole[piece]
-            part.__class__ = _class_without_pieces(type(part))
+            pieces: dict[str, Any] = {name: part._parameters.get(name) for name in _places_of(part)}
+            own = {name: piece for name, piece in pieces.items() if piece in self._place_of}
+            for name, piece in own.items():
+                if piece not in whole:
+                    around = self._place_of[piece].around(piece.detach())
+                    whole[piece] = torch.nn.Parameter(around, requires_grad=piece.requires_grad)
+                part._parameters[name] = whole[piece]
+            if own:
+                del vars(part)[PLACES]
+                part.__class__ = _class_without_pieces(type(part))
 
     # The wrapper #
 
@@ -232,18 +250,18 @@ class DTensorParams:
             return replace(given, identity=self._identity)
         reduction, copies = dict(given.reduction), dict(given.copies)
         params: list[Any] = list(self._module.parameters())
+        places = [Place.of(param) if is_dtensor(param) else None for param in params]
         # In the same order on all ranks, which make groups together.
-        for along in sorted({self._copied_along(Place.of(param)) for param in params if is_dtensor(param)} - {()}):
+        for along in sorted({self._copied_along(place) for place in places if place is not None} - {()}):
             ranks = ReductionGroup(self._ranks_with(along), unused_parameters=config.unused_parameters)
             reduction.setdefault(_group_name(along), ranks)
-        if not all(map(is_dtensor, params)):  # every rank of a mesh holds the others
-            copies = {name: mesh.get_group(name) for name, mesh in self._dims.items()} | copies
+        copies |= {name: self._dims[name] for place in places for name in self._outside_mesh(place) if name not in copies}
         norm_group = self._ranks_with(tuple(self._dims)) if given.norm_group is None else given.norm_group
         return replace(given, reduction=reduction, identity=self._identity, copies=copies, norm_group=norm_group)
 
     def _ranks_with(self, dims: Sequence[str]) -> Any:
         """Return a group of the ranks of the wrapper and those along some dimensions of the meshes."""
-        num_ranks = math.prod([*map(len, self._own), *(self._dims[name][name].size() for name in dims)])
+        num_ranks = math.prod([*map(len, self._own), *(self._dims[name].size() for name in dims)])
         dense = self._given.reduction[DENSE]
         if (group := default_group_of(num_ranks)) is not None:
             return group
@@ -256,13 +274,15 @@ class DTensorParams:
             'init_device_mesh(..., mesh_dim_names=("pp", "dp", "tp"))["dp"], and norm_group= if the model has more ranks.'
         )
 
-    def _identity(self, name: str, param: torch.Tensor) -> ParamIdentity | None:
+    def _identity(self, name: str, param: torch.Tensor) -> ParamIdentity:
         given = None if self._given.identity is None else self._given.identity(name, param)
         place = self._place_of.get(param)
+        base = given or plain_identity(name, tuple(param.shape))
+        if given is None:
+            base = replace(base, copies=self._outside_mesh(place))
         if place is None:
-            return given or replace(plain_identity(name, tuple(param.shape)), copies=tuple(self._dims))
+            return base
         along = self._copied_along(place)
-        base = given or plain_identity(name, tuple(place.shape))
         group = _group_name(along) if along else base.group
         return replace(base, global_shape=tuple(place.shape), offset=place.offset, group=group)
 
@@ -305,9 +325,23 @@ class DTensorParams:
         return {**state_dict, "state": state}
 
 
+def _gathered(grad: Any, *, placements: Sequence[Placement]) -> Any:
+    """Return a gradient without cuts along dimensions that do not cut the parameter, which torch cannot make a part."""
+    cuts = [own.is_shard() and placement.is_replicate() for own, placement in zip(grad.placements, placements, strict=True)]
+    if not any(cuts):
+        return grad
+    return grad.redistribute(placements=[Replicate() if cut else own for own, cut in zip(grad.placements, cuts, strict=True)])
+
+
 def is_dtensor(param: torch.Tensor | None) -> bool:
     """Return whether a parameter is a DTensor."""
     return isinstance(param, DTensor)
+
+
+def _places_of(part: torch.nn.Module) -> dict[str, Place]:
+    """Return the places of the pieces in a module, without its submodules, by name."""
+    places: dict[str, Place] = vars(part).get(PLACES, {})
+    return places
 
 
 def _dim_name(mesh: DeviceMesh, dim: int) -> str:
@@ -333,7 +367,7 @@ def _property(name: str) -> property:
     def get(self: torch.nn.Module) -> Any:
         if name not in self._parameters:
             raise AttributeError(name)  # Python asks the module's __getattr__ then
-        piece, place = self._parameters[name], getattr(self, _PLACES).get(name)
+        piece, place = self._parameters[name], _places_of(self).get(name)
         return piece if piece is None or place is None else place.around(piece)
 
     return property(get)
@@ -344,12 +378,12 @@ class _WithPieces(torch.nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, place in getattr(self, _PLACES).items():
+        for name, place in _places_of(self).items():
             if (piece := destination.get(prefix + name)) is not None:
                 destination[prefix + name] = place.around(piece)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name, place in getattr(self, _PLACES).items():
+        for name, place in _places_of(self).items():
             if prefix + name in state_dict and (piece := self._parameters.get(name)) is not None:
                 state_dict[prefix + name] = place.piece_of(state_dict[prefix + name], shape=piece.shape)
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -65,6 +65,9 @@ _CUTTING_FIELDS: Final = frozenset(
 """Config fields that a rebuild may change: where buckets are cut and how they are batched."""
 
 _DTENSOR: Final = "DTensor"
+PLACES: Final = "_megabucket_places"
+"""Attribute of a module with local pieces of DTensors: the place of each, by the name of the parameter."""
+
 _LISTS: Final = ("bucket_cuts", "bucket_order")
 
 
@@ -92,25 +95,31 @@ class FollowsRebuild(Protocol):
 
 
 def has_dtensors(module: torch.nn.Module) -> bool:
-    """Return whether a parameter of the module is a DTensor. Does not import them."""
-    return any(type(param).__name__ == _DTENSOR for param in module.parameters())
+    """Return whether parameters of the module are DTensors, or local pieces of them. Does not import DTensors."""
+    is_one = any(type(param).__name__ == _DTENSOR for param in module.parameters())
+    return is_one or any(PLACES in vars(part) for part in module.modules())
 
 
-def discover_params(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+def discover_params(module: torch.nn.Module, dtensors: LocalPieces | None = None) -> dict[str, torch.nn.Parameter]:
     """Return the trainable parameters of ``module``, which buffers will hold, by first name; tied ones once.
+
+    Args:
+        dtensors: of the module, to be replaced by their local pieces.
 
     Raises:
         NoTrainableParametersError: nothing requires a gradient.
         UnsupportedParameterError: a trainable parameter cannot live in a buffer.
         AlreadyWrappedError: another wrapper, perhaps of another library, holds some of the parameters.
     """
-    params = dict(module.named_parameters())
-    trainable = {name: param for name, param in params.items() if param.requires_grad}
+    trainable = _trainable(module)
     if not trainable:
-        raise NoTrainableParametersError(module=type(module).__name__, frozen=list(params))
+        raise NoTrainableParametersError(module=type(module).__name__, frozen=[name for name, _ in module.named_parameters()])
 
     if (error := find_owner(module, trainable)) is not None:
         raise error
+    if dtensors is not None:
+        dtensors.localize()
+        trainable = _trainable(module)
     wrapped = [name for name, param in trainable.items() if getattr(param, "main_grad", None) is not None]
     if wrapped:
         raise AlreadyWrappedError(params=wrapped)
@@ -120,6 +129,10 @@ def discover_params(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
             raise UnsupportedParameterError(param=name, reason=reason, remedy=remedy)
     _check_disjoint_memory(module, trainable)
     return trainable
+
+
+def _trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return {name: param for name, param in module.named_parameters() if param.requires_grad}
 
 
 def _specs(params: Mapping[str, torch.nn.Parameter], identities: Mapping[str, ParamIdentity]) -> list[ParamSpec]:
@@ -552,9 +565,7 @@ def _agree_on_model(
         MegabucketError: what ``discover_params``, ``identify`` and ``build_layout`` raise, where all ranks raise it alike.
     """
     with calling("wrap", ranks, exchange_device(module)) as call:
-        if dtensors is not None:
-            dtensors.localize()
-        params = discover_params(module)
+        params = discover_params(module, dtensors)
         _check_finish(params, policy, ranks)
         identities = identify(module, ranks, groups)
         sizes = {name: group.communicator.size for name, group in ranks.by_name.items()}
