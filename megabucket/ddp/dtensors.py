@@ -15,12 +15,13 @@ docs/decisions/dtensor.md. Imported only for a module with DTensors.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -35,6 +36,8 @@ from megabucket.layout.identity import ParamIdentity, plain_identity
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+_HAS_GRAD_PLACEMENTS: Final = "grad_placements" in inspect.signature(DTensor.from_local).parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +74,19 @@ class Place:
         return cls(mesh, tuple(whole.placements), whole.shape, whole.stride(), tuple(offset))
 
     def around(self, piece: torch.Tensor) -> DTensor:
-        """Return the DTensor whose local piece is ``piece``: the same memory, and gradients go there."""
-        parts = [Partial() if placement.is_replicate() else placement for placement in self.placements]
-        whole = DTensor.from_local(
-            piece, self.mesh, self.placements, shape=self.shape, stride=self.stride, grad_placements=parts
-        )
-        if whole.requires_grad and not torch.compiler.is_compiling():  # a compiled graph takes no hooks
-            whole.register_hook(functools.partial(_gathered, placements=self.placements))
+        """Return the DTensor whose local piece is ``piece``: the same memory, and this rank's part of its gradient goes there.
+
+        Raises:
+            ConfigError: a compiler traces it, and this torch cannot say in a graph where gradients are parts.
+        """
+        make = functools.partial(DTensor.from_local, piece, self.mesh, self.placements, shape=self.shape, stride=self.stride)
+        if torch.compiler.is_compiling():  # a compiled graph takes no hooks
+            if not _HAS_GRAD_PLACEMENTS:
+                raise ConfigError("a module with DTensor parameters can be compiled in torch 2.13 and later only")
+            return make(grad_placements=[Partial() if placement.is_replicate() else placement for placement in self.placements])
+        whole: DTensor = make()
+        if whole.requires_grad:
+            whole.register_hook(functools.partial(_as_parts, placements=self.placements))
         return whole
 
     def state_around(self, value: Any, *, shape: Sequence[int]) -> Any:
@@ -325,12 +334,21 @@ class DTensorParams:
         return {**state_dict, "state": state}
 
 
-def _gathered(grad: Any, *, placements: Sequence[Placement]) -> Any:
-    """Return a gradient without cuts along dimensions that do not cut the parameter, which torch cannot make a part."""
-    cuts = [own.is_shard() and placement.is_replicate() for own, placement in zip(grad.placements, placements, strict=True)]
-    if not any(cuts):
-        return grad
-    return grad.redistribute(placements=[Replicate() if cut else own for own, cut in zip(grad.placements, cuts, strict=True)])
+def _as_parts(grad: DTensor, *, placements: tuple[Placement, ...]) -> DTensor:
+    """Return a gradient of which each rank has a part where the parameter is not cut, as if it were placed as the parameter.
+
+    Torch would sum the parts in each backward, one parameter at a time.
+    """
+    mesh, wanted, num_equal = grad.device_mesh, [], 1
+    for dim, (placement, own) in enumerate(zip(placements, grad.placements, strict=True)):
+        is_part = placement.is_replicate() and own.is_partial("sum")
+        wanted.append(own if is_part else placement)
+        if placement.is_replicate() and not is_part:
+            num_equal *= mesh.size(dim)  # each rank has, or gets, the whole
+    if tuple(wanted) != grad.placements:
+        grad = grad.redistribute(placements=wanted)
+    part = grad.to_local() if num_equal == 1 else grad.to_local() / num_equal
+    return DTensor.from_local(part, mesh, placements, shape=grad.shape, stride=grad.stride())
 
 
 def is_dtensor(param: torch.Tensor | None) -> bool:
