@@ -12,7 +12,7 @@ ranks that own the same one; wrapping has compared that they do. The norm comes 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from numbers import Real
 
 import torch
@@ -21,7 +21,7 @@ from megabucket.comm import AllReduce, Broadcast
 from megabucket.ddp.backward import refuse_in_backward
 from megabucket.ddp.distributed_data_parallel import DistributedDataParallel
 from megabucket.ddp.groups import DENSE
-from megabucket.ddp.step import UPDATING
+from megabucket.ddp.step import UPDATING, StepState
 from megabucket.errors import ConfigError
 from megabucket.layout.shards import shard_slices
 
@@ -50,8 +50,7 @@ def finalize_grads(
     refuse_in_backward("finalize_grads()")
     tokens: float | None = None
     wrappers = [chunks] if isinstance(chunks, DistributedDataParallel) else list(chunks)
-    for ddp in wrappers:
-        ddp.start_grad_sync()
+    _start(wrappers)
     for ddp in wrappers:
         ddp.finish_grad_sync()
         with ddp.sync.call("finalize_grads()") as call:
@@ -72,6 +71,16 @@ def finalize_grads(
             total = _total_tokens(wrappers[0], tokens)
         for ddp in wrappers:
             ddp.scale_gradients(1.0 / max(total, 1.0))
+
+
+def _start(wrappers: Sequence[DistributedDataParallel]) -> None:
+    """Launch all reductions. If this rank has given up the step of one wrapper, give up all: all ranks raise at the first."""
+    has_failed = any(ddp.sync.state is StepState.GIVING_UP for ddp in wrappers)
+    for ddp in wrappers:
+        if has_failed:
+            ddp.sync.give_up_update("another part has failed", is_agreed=False)
+        else:
+            ddp.start_grad_sync()
 
 
 def _checked(num_tokens: object, ddp: DistributedDataParallel) -> float:

@@ -240,6 +240,29 @@ class GradSync:
         finally:
             self._no_sync_depth -= 1
 
+    @property
+    def only_accumulates(self) -> bool:
+        """Whether the caller is inside ``no_sync()``."""
+        return self._no_sync_depth > 0
+
+    @contextmanager
+    def noting(self, phase: str) -> Iterator[None]:
+        """Give up the step if an exception ends the block, but send nothing before ``send_failure()`` or the next call.
+
+        Args:
+            phase: "forward" or "backward".
+        """
+        self._num_blocks += 1
+        try:
+            yield
+        except Exception as error:
+            self.fail(phase, error)
+            if self.state is StepState.GIVING_UP:  # autograd did not reveal the cause to an earlier call of fail()
+                self.counters.note_failure(phase, describe(error), is_certain=True)
+            raise
+        finally:
+            self._num_blocks -= 1
+
     def begin_forward(self) -> None:
         """Note that a training forward begins.
 
@@ -308,7 +331,7 @@ class GradSync:
         elif self._awaits_update:
             self.counters.note_missed_update(describe(error))
         if self.state is StepState.GIVING_UP:
-            self._send_failure()
+            self.send_failure()
             if isinstance(error, Exception):  # an interrupt does not wait for other ranks
                 raise (self._error_of_all() or error) from error
 
@@ -470,6 +493,31 @@ class GradSync:
             if self.backward is None:
                 self._launch_delayed()
 
+    def take_assigned(self) -> None:
+        """Take the gradients of one backward that were computed outside autograd and assigned or added to ``param.grad``.
+
+        For parameters whose other gradients may come through autograd. Nothing is launched before ``start()``.
+        """
+        found = [
+            (group, position, grad)
+            for group in self.groups
+            for position, param in enumerate(group.params)
+            if (grad := param.grad) is not None
+        ]
+        if found and self.is_reduced:
+            for group, position, _ in found:  # those in the buffer are kept from the last step
+                if (slot := group.slots[position]).param.grad is not slot.in_buffer:
+                    slot.param.grad = None
+            self._start_implicitly(*found[0][:2])
+        for group, position, grad in found:
+            group.params[position].grad = grad
+            if group.grad_phase is GradPhase.ACCUMULATING:
+                group.receive_assigned(position)
+            else:
+                self._note_late(group, position)
+        # With either of these, the backward through the outputs has counted.
+        self.counters.num_microbatches += not (self.policy.allows_unused or self._schedule.delayed)
+
     def drop_dummy(self, index: int, position: int) -> None:
         """Drop the dummy gradient of a parameter whose gradient is computed outside backward. Note a real gradient."""
         slot = self.groups[index].slots[position]
@@ -540,8 +588,12 @@ class GradSync:
     # The end of a step #
 
     def start(self) -> None:
-        """Launch every group that was not launched yet."""
-        self.settle()
+        """Launch every group that was not launched yet.
+
+        Raises:
+            MegabucketError: this rank has given up the step.
+        """
+        self.settle(raises_again=True)
         if not self.is_reduced:
             with self.failing_on_all_ranks("start_grad_sync()"):
                 self.enter(StepState.LAUNCHING)
@@ -822,7 +874,7 @@ class GradSync:
         # Last, so that ``settle`` finds the failed backward if another interrupt comes before this line.
         self.backward = None
         if not is_deferred:
-            self._send_failure()
+            self.send_failure()
 
     @property
     def _failure(self) -> PeerFailedError | None:
@@ -830,7 +882,7 @@ class GradSync:
         problem = self.counters.problems.get("failure")
         return None if problem is None else PeerFailedError(step=self.step, rank=self._communicator.rank, **problem.fields)
 
-    def _send_failure(self) -> None:
+    def send_failure(self) -> None:
         """Send the rest of the schedule and the fence, without waiting. May be called again after an interrupt."""
         self._communicator.state.failure = self._failure
         try:
@@ -849,7 +901,7 @@ class GradSync:
         There is none if all of them have left the step after its forwards.
         """
         with self.failing_on_all_ranks("the gradient sync", (StepState.GIVING_UP,)):
-            self._send_failure()
+            self.send_failure()
             if self.broken is not None:
                 raise self.broken.copy()
             try:
@@ -1026,7 +1078,7 @@ class GradSync:
             raise PhaseError(
                 "the gradients of this step are not usable: an error about them was raised before (and caught by the caller); "
                 "ddp.last_error has it. Call zero_grad() and go on with the next step."
-            )
+            ) from self.dropped
 
     def refuse_update(self, error: Exception) -> None:
         """Report that this rank does not step, because of ``error``."""
