@@ -21,7 +21,7 @@ from megabucket.comm import AllReduce, Broadcast
 from megabucket.ddp.backward import refuse_in_backward
 from megabucket.ddp.distributed_data_parallel import DistributedDataParallel
 from megabucket.ddp.groups import DENSE
-from megabucket.ddp.step import UPDATING, StepState
+from megabucket.ddp.step import UPDATING, GradSync, StepState, all_or_none
 from megabucket.errors import ConfigError
 from megabucket.layout.shards import shard_slices
 
@@ -50,9 +50,8 @@ def finalize_grads(
     refuse_in_backward("finalize_grads()")
     tokens: float | None = None
     wrappers = [chunks] if isinstance(chunks, DistributedDataParallel) else list(chunks)
-    _start(wrappers)
+    _finish([ddp.sync for ddp in wrappers])
     for ddp in wrappers:
-        ddp.finish_grad_sync()
         with ddp.sync.call("finalize_grads()") as call:
             call.entries = [("num_tokens is given:", num_tokens is not None)]
             if num_tokens is not None:
@@ -73,14 +72,15 @@ def finalize_grads(
             ddp.scale_gradients(1.0 / max(total, 1.0))
 
 
-def _start(wrappers: Sequence[DistributedDataParallel]) -> None:
-    """Launch all reductions. If this rank has given up the step of one wrapper, give up all: all ranks raise at the first."""
-    has_failed = any(ddp.sync.state is StepState.GIVING_UP for ddp in wrappers)
-    for ddp in wrappers:
-        if has_failed:
-            ddp.sync.give_up_update("another part has failed", is_agreed=False)
-        else:
-            ddp.start_grad_sync()
+def _finish(syncs: Sequence[GradSync]) -> None:
+    """Finish the reductions of all wrappers, which run beside each other."""
+    with all_or_none(syncs) as agreed:
+        if not any(sync.state is StepState.GIVING_UP for sync in syncs):
+            for sync in syncs:
+                sync.start()
+        for sync in syncs:
+            sync.finish()
+            agreed.append(sync)
 
 
 def _checked(num_tokens: object, ddp: DistributedDataParallel) -> float:

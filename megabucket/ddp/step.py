@@ -115,6 +115,8 @@ _DETACH, _MIDDLE = "detach()", "its wrapper was detached in the middle of a step
 
 REPORTED: Final = (StepState.FENCED, StepState.CALL)
 """States in which the other ranks have this rank's report, so that a failure breaks the wrapper."""
+FAILED: Final = (StepState.GIVING_UP, StepState.BROKEN)
+"""States in which this rank cannot bring its step to a good end."""
 UPDATING: Final = (StepState.FENCED, *AGREED)
 """States in which the other ranks update and gather, so that an optimizer that fails breaks the wrapper."""
 
@@ -247,7 +249,9 @@ class GradSync:
 
     @contextmanager
     def noting(self, phase: str) -> Iterator[None]:
-        """Give up the step if an exception ends the block, but send nothing before ``send_failure()`` or the next call.
+        """Give up the step if an exception ends the block. Nothing is sent before ``send_failure()`` or the next call.
+
+        That call raises the error of all ranks, so the caller of this may go on after the exception.
 
         Args:
             phase: "forward" or "backward".
@@ -257,8 +261,9 @@ class GradSync:
             yield
         except Exception as error:
             self.fail(phase, error)
-            if self.state is StepState.GIVING_UP:  # autograd did not reveal the cause to an earlier call of fail()
-                self.counters.note_failure(phase, describe(error), is_certain=True)
+            if self.state is StepState.GIVING_UP:
+                # More than autograd and torch's stage, which wraps the exception, say about the cause.
+                self.counters.note_failure(phase, describe(error.__cause__ or error), is_certain=True)
             raise
         finally:
             self._num_blocks -= 1
@@ -588,12 +593,8 @@ class GradSync:
     # The end of a step #
 
     def start(self) -> None:
-        """Launch every group that was not launched yet.
-
-        Raises:
-            MegabucketError: this rank has given up the step.
-        """
-        self.settle(raises_again=True)
+        """Launch every group that was not launched yet."""
+        self.settle()
         if not self.is_reduced:
             with self.failing_on_all_ranks("start_grad_sync()"):
                 self.enter(StepState.LAUNCHING)
@@ -877,20 +878,24 @@ class GradSync:
             self.send_failure()
 
     @property
-    def _failure(self) -> PeerFailedError | None:
+    def failure(self) -> PeerFailedError | None:
         """The error of the other ranks about the failure of this rank, if it has failed in this step."""
         problem = self.counters.problems.get("failure")
         return None if problem is None else PeerFailedError(step=self.step, rank=self._communicator.rank, **problem.fields)
 
-    def send_failure(self) -> None:
-        """Send the rest of the schedule and the fence, without waiting. May be called again after an interrupt."""
-        self._communicator.state.failure = self._failure
+    def send_failure(self, *, is_over: bool = True) -> None:
+        """Send the rest of the schedule and the fence, without waiting. May be called again after an interrupt.
+
+        Args:
+            is_over: ``False`` leaves out the fence, so the caller will still get the error.
+        """
+        self._communicator.state.failure = self.failure
         try:
             if not self.is_reduced:
                 self._schedule.send_dropped()
             for group in self.groups:
                 group.withdraw_grads()  # the step is over on this rank, so the caller may clear gradients in any way
-            if not self._fence.is_sent:
+            if is_over and not self._fence.is_sent:
                 self._fence.send(self._report())
         except MegabucketError as cause:  # the group is gone
             self._break(self.broken or cause)
@@ -922,7 +927,7 @@ class GradSync:
         has_begun = self.counters.num_open_forwards or self.counters.num_microbatches
         is_open = self.state in (StepState.LAUNCHING, StepState.FENCED) or (self.state is StepState.OPEN and has_begun)
         is_open |= self._awaits_update and self.state is StepState.COMMITTED
-        failure = self._failure
+        failure = self.failure
         if self.state is StepState.GIVING_UP and failure is not None and not self._fence.is_answered():
             self._break(failure)
         elif is_open and error is not None:
@@ -1099,3 +1104,31 @@ class GradSync:
             self.fail("optimizer.step()", cause)
         elif self.state is StepState.COMMITTED:
             self._drop(PhaseError(cause), is_counted=True)
+
+
+@contextmanager
+def all_or_none(syncs: Sequence[GradSync]) -> Iterator[list[GradSync]]:
+    """Give up the steps of all wrappers if the block fails, or if this rank has given up one of them before.
+
+    The block appends each one that all ranks have agreed on; the fences of the others carry the error.
+    """
+    _give_up_rest(syncs)
+    agreed: list[GradSync] = []
+    try:
+        yield agreed
+    except BaseException as error:
+        _give_up_rest(syncs, agreed, describe(error))
+        for sync in syncs:
+            if sync.state is StepState.GIVING_UP:
+                sync.send_failure()  # the caller has one error for all of them
+        raise
+
+
+def _give_up_rest(syncs: Sequence[GradSync], agreed: Sequence[GradSync] = (), cause: str = "") -> None:
+    """If the step of one wrapper has failed, give up the others, as all ranks do when they learn of it."""
+    failed = [sync for sync in syncs if sync.state in FAILED or sync.dropped is not None]
+    causes = [failure.cause for sync in failed if (failure := sync.failure) is not None]
+    for sync in syncs if agreed or failed else ():
+        if sync not in failed:
+            cause = cause or ": ".join(["another part has failed", *causes[:1]])
+            sync.give_up_update(cause, is_agreed=sync in agreed)

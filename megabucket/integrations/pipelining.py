@@ -14,7 +14,8 @@ import copy
 import logging
 import math
 from collections.abc import Callable
-from typing import Any, Final
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch.distributed.pipelining import PipelineStage as _TorchStage
@@ -22,10 +23,8 @@ from torch.utils._pytree import tree_map_only
 
 from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.groups import DENSE
-from megabucket.ddp.step import StepState
+from megabucket.ddp.step import FAILED
 from megabucket.errors import ConfigError, MegabucketError, log_once
-
-_FAILED: Final = (StepState.GIVING_UP, StepState.BROKEN)
 
 
 class PipelineStage(_TorchStage):
@@ -71,7 +70,7 @@ class PipelineStage(_TorchStage):
 
     @property
     def _has_failed(self) -> bool:
-        return self.submod.sync.state in _FAILED
+        return self.submod.sync.state in FAILED
 
     def _run(self, phase: str, function: Callable[[], Any], *, instead: Callable[[], Any], can_go_on: bool = True) -> Any:
         """Call a function, or ``instead`` from the first exception of a step on."""
@@ -151,19 +150,18 @@ class PipelineStage(_TorchStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Launch the reduction; with ``finish="auto"`` and all-reduce, wait for it as well."""
         ddp = self.submod
+        if ddp.sync.only_accumulates:
+            return
         if self._has_failed:
-            ddp.sync.send_failure()
-        elif not ddp.sync.only_accumulates:
+            ddp.sync.send_failure(is_over=False)  # the buckets, where the other ranks send theirs
+        else:
             if grad_scale_factor != 1:
                 self.scale_grads(grad_scale_factor)
             ddp.start_grad_sync()
-            if ddp.policy.finishes_with_backward:
-                try:
-                    ddp.finish_grad_sync()
-                except MegabucketError:
-                    # The optimizer's step raises it again. Here other ranks wait for the rest of the schedule.
-                    if ddp.sync.dropped is None:
-                        raise
+        if ddp.policy.finishes_with_backward:
+            # The optimizer's step refuses a step that was dropped. Until then other ranks wait for the rest of the schedule.
+            with suppress(MegabucketError):
+                ddp.finish_grad_sync()
 
 
 def _needs_grad(value: Any) -> bool:
