@@ -215,11 +215,16 @@ class _ParamAndGradBucketGroup:
         """Of this rank, by bucket, where gradients are reduce-scattered."""
         # A weak reference: nothing in .grad may refer back to the parameter, because the garbage collector sees no such cycle.
         accumulates = functools.partial(_is_accumulating, weakref.ref(self))
-        for slot in self.slots:
+        for position, slot in enumerate(self.slots):
             slot.accumulates, slot.settle = accumulates, self._prepare_write
             if policy.withheld_because:
-                what = f"the gradient of {slot.name!r}"
-                slot.withheld = WithheldGrad(slot.view, what=what, reason=policy.withheld_because, accumulates=accumulates)
+                slot.withheld = WithheldGrad(
+                    slot.view,
+                    what=f"the gradient of {slot.name!r}",
+                    reason=policy.withheld_because,
+                    accumulates=accumulates,
+                    is_delayed=position in self.delayed,
+                )
         self._prepare(divisor)
 
     def _prepare(self, divisor: float) -> None:

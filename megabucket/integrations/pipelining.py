@@ -94,7 +94,7 @@ class PipelineStage(_TorchStage):
         return loss_or_nan
 
     def _nan_loss(self) -> torch.Tensor:
-        return torch.full((), torch.nan, device=self.device, requires_grad=True)
+        return torch.full((), torch.nan, dtype=torch.float32, device=self.device, requires_grad=True)
 
     def _nan_outputs(self) -> Any:
         return tree_map_only(torch.Tensor, self._nan_like, self._outputs)
