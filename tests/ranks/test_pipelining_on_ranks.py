@@ -229,11 +229,11 @@ def make_optimizer(pipeline: Pipeline, cell: Cell) -> Any:
 
 
 def update(pipeline: Pipeline, cell: Cell, optimizer: Any, threshold: float) -> None:
-    if cell.wide and (cell.plain or cell.tied):
+    if cell.wide and (not cell.sharded or cell.tied):
         mb.finalize_grads(pipeline.ddps)
     if cell.plain:
         params = [param for ddp in pipeline.ddps for param in ddp.parameters()]
-        norm = torch.nn.utils.get_total_norm([param.grad for param in params])
+        norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
         dist.all_reduce(total := norm**2, group=pipeline.pp)
         torch.nn.utils.clip_grads_with_norm_(params, threshold, total**0.5)
     else:
@@ -302,7 +302,7 @@ def test_a_schedule_trains_as_one_process_in_every_mode(pool, cell):
     check(pool, cell)
 
 
-TIED = [Cell("1F1B", sharded=True, tied=True), Cell("GPipe", plain=True, tied=True, calls=3)]
+TIED = [Cell("1F1B", sharded=True, tied=True), Cell("GPipe", tied=True, calls=3)]
 
 
 @pytest.mark.parametrize("cell", [TIED[0], pytest.param(TIED[1], marks=pytest.mark.nightly)], ids=str)
@@ -399,3 +399,28 @@ def test_an_exception_in_one_stage_is_named_on_all_ranks_and_the_next_step_is_ri
 
     assert len(set(texts)) == 1
     assert "the second replica is on fire" in texts[0]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", [{"sharded": True}, {"plain": True}, {}], ids=str)
+@pytest.mark.parametrize("kind", ["forward", "backward", "weight", "loss"])
+@pytest.mark.parametrize("schedule", [*SINGLE, *MULTI])
+def test_an_exception_of_any_kind_is_named_on_all_ranks(pool, schedule, kind, how):
+    last = 1 if schedule in SINGLE else 3
+    fault = Fault(kind, step=3, stage=last if kind == "loss" else last - 1, microbatch=2)
+
+    texts = check_fault(pool, Cell(schedule, **how), fault)
+
+    assert len(set(texts)) == 1
+    assert "the second replica is on fire" in texts[0]
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("interleaved", marks=pytest.mark.nightly)])
+def test_without_a_wide_step_group_other_stages_find_nan(pool, schedule):
+    cell, fault = Cell(schedule, plain=True, wide=False), Fault("forward", step=2, stage=1, microbatch=1)
+
+    texts = check_fault(pool, cell, fault)
+
+    for rank, text in enumerate(texts):
+        of_failed_stage = rank % 2 == 1
+        assert ("the second replica is on fire" if of_failed_stage else "nan") in text
