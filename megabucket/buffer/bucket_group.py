@@ -218,13 +218,9 @@ class _ParamAndGradBucketGroup:
         for position, slot in enumerate(self.slots):
             slot.accumulates, slot.settle = accumulates, self._prepare_write
             if policy.withheld_because:
-                slot.withheld = WithheldGrad(
-                    slot.view,
-                    what=f"the gradient of {slot.name!r}",
-                    reason=policy.withheld_because,
-                    accumulates=accumulates,
-                    is_delayed=position in self.delayed,
-                )
+                what = f"the gradient of {slot.name!r}"
+                slot.withheld = WithheldGrad(slot.view, what=what, reason=policy.withheld_because, accumulates=accumulates)
+                slot.withheld.is_delayed = position in self.delayed
         self._prepare(divisor)
 
     def _prepare(self, divisor: float) -> None:

@@ -305,7 +305,6 @@ class WithheldGrad(torch.Tensor):
         reason: why it is withheld, and what to do instead.
         accumulates: returns whether a gradient of a running backward is to be added to ``like``; otherwise it is dropped, and
             the hook of the parameter, which runs afterwards, reports it.
-        is_delayed: whether the gradient is computed outside backward. Then ``param.grad += ...`` adds to ``like`` there, too.
     """
 
     # Refuse at the dispatcher, because calls that begin in C++ pass through it as well.
@@ -315,18 +314,16 @@ class WithheldGrad(torch.Tensor):
     _reason: str
     _like: torch.Tensor
     _accumulates: Callable[[], bool]
-    _is_delayed: bool
     unscale: Unscale | None = None
     """Handles the call of a scaler; ``None`` without an optimizer that does."""
+    is_delayed: bool = False
+    """Whether the gradient is computed outside backward. Then ``param.grad += ...`` outside backward adds to ``like``."""
 
-    def __new__(  # noqa: PYI034 - Python 3.10 has no Self
-        cls, like: torch.Tensor, *, what: str, reason: str, accumulates: Callable[[], bool], is_delayed: bool = False
-    ) -> WithheldGrad:
+    def __new__(cls, like: torch.Tensor, *, what: str, reason: str, accumulates: Callable[[], bool]) -> WithheldGrad:  # noqa: PYI034 - Python 3.10 has no Self
         """Create a tensor without memory."""
         dtype = torch.float32 if like.dtype is torch.float16 else like.dtype
         made = _without_memory(cls, like, dtype=dtype, device=like.device)
         made._what, made._reason, made._like, made._accumulates = what, reason, like, accumulates
-        made._is_delayed = is_delayed
         return made
 
     def refuse(self, operation: str) -> NoReturn:
@@ -359,7 +356,7 @@ class WithheldGrad(torch.Tensor):
             if func is torch.ops.aten.add.Tensor:  # create_graph=True
                 return args[0]._like + args[1] if args[0]._accumulates() else args[1].clone()
         withheld = next(used for used in tree_leaves((args, kwargs)) if isinstance(used, WithheldGrad))
-        if func is torch.ops.aten.add_.Tensor and withheld is args[0] and withheld._is_delayed and withheld._accumulates():
+        if func is torch.ops.aten.add_.Tensor and withheld is args[0] and withheld.is_delayed and withheld._accumulates():
             withheld._like.add_(args[1], **kwargs or {})
             return withheld
         return withheld.refuse(str(func.overloadpacket).removeprefix("aten."))

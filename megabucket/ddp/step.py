@@ -186,7 +186,7 @@ class GradSync:
         self._concludes_late = False  # forwards of the next step may begin before the step that was given up is concluded
         self.resets_late = False
         """Whether the reduced gradients are cleared when the next step begins; those of some optimizers are already."""
-        self._no_sync_depth = self._num_blocks = 0
+        self._no_sync_depth = self._num_blocks = self._num_noting = 0
         self.num_calls = 0
         """Number of collective calls that were entered."""
         self.backward: Backward | None = None
@@ -256,7 +256,7 @@ class GradSync:
         Args:
             phase: "forward" or "backward".
         """
-        self._num_blocks += 1
+        self._num_noting += 1
         try:
             yield
         except Exception as error:
@@ -266,7 +266,7 @@ class GradSync:
                 self.counters.note_failure(phase, describe(error.__cause__ or error), is_certain=True)
             raise
         finally:
-            self._num_blocks -= 1
+            self._num_noting -= 1
 
     def begin_forward(self) -> None:
         """Note that a training forward begins.
@@ -503,23 +503,19 @@ class GradSync:
 
         For parameters whose other gradients may come through autograd. Nothing is launched before ``start()``.
         """
-        found = [
-            (group, position, grad)
-            for group in self.groups
-            for position, param in enumerate(group.params)
-            if (grad := param.grad) is not None
-        ]
+        found = [(group, slot, slot.param.grad) for group in self.groups for slot in group.slots if slot.param.grad is not None]
         if found and self.is_reduced:
-            for group, position, _ in found:  # those in the buffer are kept from the last step
-                if (slot := group.slots[position]).param.grad is not slot.in_buffer:
+            for _, slot, grad in found:
+                if grad is not slot.in_buffer:  # otherwise it is kept from the last step
                     slot.param.grad = None
-            self._start_implicitly(*found[0][:2])
-        for group, position, grad in found:
-            group.params[position].grad = grad
+            group, slot, _ = found[0]
+            self._start_implicitly(group, group.position_of[id(slot.param)])
+        for group, slot, grad in found:
+            slot.param.grad = grad
             if group.grad_phase is GradPhase.ACCUMULATING:
-                group.receive_assigned(position)
+                group.receive_assigned(group.position_of[id(slot.param)])
             else:
-                self._note_late(group, position)
+                self._note_late(group, group.position_of[id(slot.param)])
         # With either of these, the backward through the outputs has counted.
         self.counters.num_microbatches += not (self.policy.allows_unused or self._schedule.delayed)
 
@@ -866,7 +862,7 @@ class GradSync:
         if self.state not in _MAY_STEP_ASIDE or self._fence.is_sent or error is self.last_error is not None:
             return
         # Inside a ``step()`` block the exception is known at its end, unless the caller catches it before.
-        is_deferred = self._num_blocks > 0 and phase in ("forward", "backward")
+        is_deferred = self._num_blocks + self._num_noting > 0 and phase in ("forward", "backward")
         cause = "an exception" if is_deferred and error is None else describe(error)
         self.counters.note_failure(phase, cause + _CAUGHT * is_deferred)
         if self.is_reduced and self.state is not StepState.COMMITTED:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.groups import DENSE
-from megabucket.ddp.step import FAILED
+from megabucket.ddp.step import FAILED, StepState
 from megabucket.errors import ConfigError, MegabucketError, log_once
 
 
@@ -60,8 +60,9 @@ class PipelineStage(_TorchStage):
                 "finish='explicit' in the config and call mb.finalize_grads() after schedule.step()."
             )
         super().__init__(submodule, *args, **kwargs)
-        self._outputs: Any = kwargs.get("output_args")
-        """Tensors on the meta device, or examples, like the outputs; ``None`` before the first forward."""
+        self._outputs: Any = None
+        """Tensors on the meta device like the outputs; ``None`` until they are known."""
+        self._note_outputs(kwargs.get("output_args"))
         if submodule.policy.is_sharded and submodule.ranks.norm is None and self.num_stages > 1:
             log_once(
                 "a pipeline stage was wrapped without norm_group=: its gradient norm, and what is clipped by it, is that of "
@@ -97,11 +98,13 @@ class PipelineStage(_TorchStage):
         return torch.full((), torch.nan, dtype=torch.float32, device=self.device, requires_grad=True)
 
     def _nan_outputs(self) -> Any:
-        return tree_map_only(torch.Tensor, self._nan_like, self._outputs)
+        return tree_map_only(
+            torch.Tensor, lambda one: self._nan_like(one).requires_grad_(one.is_floating_point()), self._outputs
+        )
 
     def _nan_like(self, example: torch.Tensor) -> torch.Tensor:
-        made = torch.empty_like(example, device=self.device)
-        return made.fill_(torch.nan).requires_grad_() if made.is_floating_point() else made.zero_()
+        made = torch.empty_like(example, device=self.device, requires_grad=False)
+        return made.fill_(torch.nan if made.is_floating_point() else 0)
 
     # What torch's stage calls #
 
@@ -152,9 +155,9 @@ class PipelineStage(_TorchStage):
         ddp = self.submod
         if ddp.sync.only_accumulates:
             return
-        if self._has_failed:
+        if ddp.sync.state is StepState.GIVING_UP:
             ddp.sync.send_failure(is_over=False)  # the buckets, where the other ranks send theirs
-        else:
+        elif ddp.sync.state is not StepState.BROKEN:
             if grad_scale_factor != 1:
                 self.scale_grads(grad_scale_factor)
             ddp.start_grad_sync()
