@@ -35,6 +35,7 @@ MULTI = {
     "interleaved-zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
     "zero-bubble-V": pipelining.ScheduleZBVZeroBubble,
 }
+OTHERS = {"looped-BFS": pipelining.ScheduleLoopedBFS, "dual-pipe-V": pipelining.schedules.ScheduleDualPipeV}
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ def make_pipeline(
 ) -> Pipeline:
     pp, dp = groups_of(rank.index, 2)
     place, num_parts = pp.rank(), 2 if cell.schedule in SINGLE else 4
-    indices = [place, 3 - place] if cell.schedule == "zero-bubble-V" else list(range(place, num_parts, 2))
+    indices = [place, 3 - place] if cell.schedule.endswith("-V") else list(range(place, num_parts, 2))
     ddps, stages = [], []
     for index in indices:
         part = Part(index, num_parts).to(cell.dtype)
@@ -217,7 +218,7 @@ def make_pipeline(
     if cell.schedule in SINGLE:
         schedule = SINGLE[cell.schedule](stages[0], MICROBATCHES, **arguments)
     else:
-        schedule = MULTI[cell.schedule](stages, MICROBATCHES, **arguments)
+        schedule = (MULTI | OTHERS)[cell.schedule](stages, MICROBATCHES, **arguments)
     return Pipeline(ddps, indices, schedule, pp, dp, num_parts)
 
 
@@ -300,6 +301,13 @@ def grid() -> Iterator[Cell]:
 @pytest.mark.parametrize("cell", list(grid()), ids=str)
 def test_a_schedule_trains_as_one_process_in_every_mode(pool, cell):
     check(pool, cell)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", [{"sharded": True}, {"plain": True, "wide": False}], ids=str)
+@pytest.mark.parametrize("schedule", OTHERS)
+def test_the_other_schedules_of_torch_train_as_one_process(pool, schedule, how):
+    check(pool, Cell(schedule, **how))
 
 
 TIED = [Cell("1F1B", sharded=True, tied=True), Cell("GPipe", tied=True, calls=3)]
