@@ -90,6 +90,8 @@ class PipelineStage(_TorchStage):
         """Return ``loss_fn`` for the schedule, so that an exception in it is handled as one in forward."""
 
         def loss_or_nan(*args: Any, **kwargs: Any) -> Any:
+            if not self.has_backward:
+                return loss_fn(*args, **kwargs)
             return self._run("forward", lambda: loss_fn(*args, **kwargs), instead=self._nan_loss)
 
         return loss_or_nan
@@ -118,9 +120,10 @@ class PipelineStage(_TorchStage):
         return outputs
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one forward."""
-        if not (self.has_backward and torch.is_grad_enabled()):
-            return self.submod(*args, **kwargs)
+        """Run one forward. Without a backward it is part of no step."""
+        if not self.has_backward:
+            with torch.no_grad():
+                return self.submod(*args, **kwargs)
         return self._run(
             "forward",
             lambda: self._note_outputs(self.submod(*args, **kwargs)),
@@ -153,7 +156,7 @@ class PipelineStage(_TorchStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Launch the reduction; with ``finish="auto"`` and all-reduce, wait for it as well."""
         ddp = self.submod
-        if ddp.sync.only_accumulates:
+        if ddp.sync.only_accumulates or not self.has_backward:
             return
         if ddp.sync.state is StepState.GIVING_UP:
             ddp.sync.send_failure(is_over=False)  # the buckets, where the other ranks send theirs

@@ -69,14 +69,40 @@ def test_the_forward_from_which_torch_infers_shapes_opens_no_step(one_rank):
     ddp.detach()
 
 
-def test_a_forward_that_is_not_for_training_is_that_of_the_module(one_rank):
+def test_an_evaluation_between_two_steps_is_part_of_none(one_rank):
+    """Without ``no_grad()`` and ``eval()``, which torch's schedules do not ask for."""
+    weights = []
+    for evaluates in (False, True):
+        torch.manual_seed(0)
+        ddp, _, schedule = make_stage()
+        optimizer = mb.DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1), ddp)
+        for _ in range(3):
+            batch = torch.randn(ROWS, 4)
+            if evaluates:
+                outputs = schedule.eval(batch, target=batch, losses=(losses := []))
+                assert torch.equal(outputs, torch.nn.functional.linear(batch, ddp.module.weight, ddp.module.bias))
+                assert len(losses) == MICROBATCHES
+                assert ddp.sync.state is StepState.IDLE
+            schedule.step(batch, target=batch)
+            assert optimizer.step().updated
+            optimizer.zero_grad()
+        ddp.detach()
+        weights.append(ddp.module.weight)
+
+    assert torch.equal(*weights)
+
+
+def test_an_exception_in_the_loss_of_an_evaluation_is_that_of_its_caller(one_rank):
+    def fail(*_):
+        raise ValueError("no loss")
+
     ddp, stage, _ = make_stage()
+    schedule = pipelining.ScheduleGPipe(stage, MICROBATCHES, loss_fn=stage.reporting(fail))
     batch = torch.randn(ROWS, 4)
 
-    with torch.no_grad():
-        outputs = pipelining.schedules._ScheduleForwardOnly(stage, MICROBATCHES).step(batch)
+    with pytest.raises(ValueError, match="no loss"):
+        schedule.eval(batch, target=batch)
 
-    assert torch.equal(outputs, torch.nn.functional.linear(batch, ddp.module.weight, ddp.module.bias))
     assert ddp.sync.state is StepState.IDLE
     ddp.detach()
 
