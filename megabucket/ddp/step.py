@@ -186,6 +186,8 @@ class GradSync:
         self._concludes_late = False  # forwards of the next step may begin before the step that was given up is concluded
         self.resets_late = False
         """Whether the reduced gradients are cleared when the next step begins; those of some optimizers are already."""
+        self.is_unseen = False
+        """Whether this rank has given up the step because of an exception that its caller may not have seen."""
         self._no_sync_depth = self._num_blocks = self._num_noting = 0
         self.num_calls = 0
         """Number of collective calls that were entered."""
@@ -327,6 +329,7 @@ class GradSync:
         if error is None:
             self.settle()
             return
+        self.is_unseen = False
         if error is self.last_error or self.state is StepState.BROKEN or isinstance(error, _GROUP_ERRORS):
             return
         if self.state is StepState.GIVING_UP and not self._fence.is_sent:
@@ -820,7 +823,7 @@ class GradSync:
 
     def _forget(self) -> None:
         """Forget the gradients, none of which a collective owns."""
-        self.skip_reason, self._concludes_late, self.resets_late = "", False, False
+        self.skip_reason, self._concludes_late, self.resets_late, self.is_unseen = "", False, False, False
         self._schedule.reset()
         self.enter(StepState.IDLE)
 
@@ -846,7 +849,7 @@ class GradSync:
             raise self.broken.copy()
         if self.state is StepState.GIVING_UP:
             # Gradients of the failed backward are already mixed with those of the step.
-            was_caught = not self._fence.is_sent
+            was_caught = self.is_unseen or not self._fence.is_sent
             error = self.conclude_giving_up()
             if error is not None and (was_caught or raises_again):
                 raise error
@@ -865,6 +868,7 @@ class GradSync:
         is_deferred = self._num_blocks + self._num_noting > 0 and phase in ("forward", "backward")
         cause = "an exception" if is_deferred and error is None else describe(error)
         self.counters.note_failure(phase, cause + _CAUGHT * is_deferred)
+        self.is_unseen = is_deferred
         if self.is_reduced and self.state is not StepState.COMMITTED:
             self._reopen()  # a new step has begun
         self.enter(StepState.GIVING_UP)
@@ -1115,8 +1119,7 @@ def all_or_none(syncs: Sequence[GradSync]) -> Iterator[list[GradSync]]:
     except BaseException as error:
         _give_up_rest(syncs, agreed, describe(error))
         for sync in syncs:
-            if sync.state is StepState.GIVING_UP:
-                sync.send_failure()  # the caller has one error for all of them
+            sync.is_unseen = False  # the caller has one error for all of them
         raise
 
 
@@ -1128,3 +1131,5 @@ def _give_up_rest(syncs: Sequence[GradSync], agreed: Sequence[GradSync] = (), ca
         if sync not in failed:
             cause = cause or ": ".join(["another part has failed", *causes[:1]])
             sync.give_up_update(cause, is_agreed=sync in agreed)
+        elif sync.state is StepState.GIVING_UP:
+            sync.send_failure()  # in the same order on all ranks, which may have one channel for all wrappers
