@@ -264,8 +264,9 @@ class GradSync:
         except Exception as error:
             self.fail(phase, error)
             if self.state is StepState.GIVING_UP:
-                # More than autograd and torch's stage, which wraps the exception, say about the cause.
-                self.counters.note_failure(phase, describe(error.__cause__ or error), is_certain=True)
+                # Autograd has not said what it was, and torch's pipelines wrap it in a RuntimeError of their own.
+                inner = error.__cause__ if type(error) is RuntimeError else None
+                self.counters.note_failure(phase, describe(inner or error), is_certain=True)
             raise
         finally:
             self._num_noting -= 1
@@ -509,12 +510,12 @@ class GradSync:
         found = [(group, slot, slot.param.grad) for group in self.groups for slot in group.slots if slot.param.grad is not None]
         if found and self.is_reduced:
             for _, slot, grad in found:
-                if grad is not slot.in_buffer:  # otherwise it is kept from the last step
-                    slot.param.grad = None
+                slot.param.grad = grad if grad is slot.in_buffer else None  # that in the buffer is kept from the last step
             group, slot, _ = found[0]
             self._start_implicitly(group, group.position_of[id(slot.param)])
         for group, slot, grad in found:
-            slot.param.grad = grad
+            if grad is not slot.in_buffer:
+                slot.param.grad = grad
             if group.grad_phase is GradPhase.ACCUMULATING:
                 group.receive_assigned(group.position_of[id(slot.param)])
             else:
