@@ -215,11 +215,12 @@ class _ParamAndGradBucketGroup:
         """Of this rank, by bucket, where gradients are reduce-scattered."""
         # A weak reference: nothing in .grad may refer back to the parameter, because the garbage collector sees no such cycle.
         accumulates = functools.partial(_is_accumulating, weakref.ref(self))
-        for slot in self.slots:
+        for position, slot in enumerate(self.slots):
             slot.accumulates, slot.settle = accumulates, self._prepare_write
             if policy.withheld_because:
                 what = f"the gradient of {slot.name!r}"
                 slot.withheld = WithheldGrad(slot.view, what=what, reason=policy.withheld_because, accumulates=accumulates)
+                slot.withheld.is_delayed = position in self.delayed
         self._prepare(divisor)
 
     def _prepare(self, divisor: float) -> None:
@@ -314,13 +315,21 @@ class _ParamAndGradBucketGroup:
         Raises:
             PhaseError: it was added to values of an earlier step.
         """
+        self._slot_outside(position).store_delayed()
+        self.delayed[position] += 1
+
+    def receive_assigned(self, position: int) -> None:
+        """Take a gradient that was assigned or added to ``param.grad`` outside backward. The group is accumulating."""
+        self._slot_outside(position).store()
+
+    def _slot_outside(self, position: int) -> GradSlot:
+        """Return the slot of a gradient that was computed outside backward, ready to be written."""
         if self.streams is not None and not self.streams.is_here():
             self._store_staged()  # on the stream that computed them
             self.streams.note()
         slot = self.slots[position]
         self._prepare_write(slot.param)
-        slot.store_delayed()
-        self.delayed[position] += 1
+        return slot
 
     def update_completeness(self, num_backwards: int) -> None:
         """Note whether the group is complete, after the last backward: delayed gradients are not counted as ready."""

@@ -316,6 +316,8 @@ class WithheldGrad(torch.Tensor):
     _accumulates: Callable[[], bool]
     unscale: Unscale | None = None
     """Handles the call of a scaler; ``None`` without an optimizer that does."""
+    is_delayed: bool = False
+    """Whether the gradient is computed outside backward. Then ``param.grad += ...`` outside backward adds to ``like``."""
 
     def __new__(cls, like: torch.Tensor, *, what: str, reason: str, accumulates: Callable[[], bool]) -> WithheldGrad:  # noqa: PYI034 - Python 3.10 has no Self
         """Create a tensor without memory."""
@@ -354,6 +356,9 @@ class WithheldGrad(torch.Tensor):
             if func is torch.ops.aten.add.Tensor:  # create_graph=True
                 return args[0]._like + args[1] if args[0]._accumulates() else args[1].clone()
         withheld = next(used for used in tree_leaves((args, kwargs)) if isinstance(used, WithheldGrad))
+        if func is torch.ops.aten.add_.Tensor and withheld is args[0] and withheld.is_delayed and withheld._accumulates():
+            withheld._like.add_(args[1], **kwargs or {})
+            return withheld
         return withheld.refuse(str(func.overloadpacket).removeprefix("aten."))
 
     def _converted(self, *, dtype: Any = None, device: Any = None, **_: Any) -> WithheldGrad:

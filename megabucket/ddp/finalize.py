@@ -12,7 +12,7 @@ ranks that own the same one; wrapping has compared that they do. The norm comes 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from numbers import Real
 
 import torch
@@ -21,7 +21,7 @@ from megabucket.comm import AllReduce, Broadcast
 from megabucket.ddp.backward import refuse_in_backward
 from megabucket.ddp.distributed_data_parallel import DistributedDataParallel
 from megabucket.ddp.groups import DENSE
-from megabucket.ddp.step import UPDATING
+from megabucket.ddp.step import UPDATING, GradSync, StepState, all_or_none
 from megabucket.errors import ConfigError
 from megabucket.layout.shards import shard_slices
 
@@ -50,10 +50,8 @@ def finalize_grads(
     refuse_in_backward("finalize_grads()")
     tokens: float | None = None
     wrappers = [chunks] if isinstance(chunks, DistributedDataParallel) else list(chunks)
+    _finish([ddp.sync for ddp in wrappers])
     for ddp in wrappers:
-        ddp.start_grad_sync()
-    for ddp in wrappers:
-        ddp.finish_grad_sync()
         with ddp.sync.call("finalize_grads()") as call:
             call.entries = [("num_tokens is given:", num_tokens is not None)]
             if num_tokens is not None:
@@ -72,6 +70,17 @@ def finalize_grads(
             total = _total_tokens(wrappers[0], tokens)
         for ddp in wrappers:
             ddp.scale_gradients(1.0 / max(total, 1.0))
+
+
+def _finish(syncs: Sequence[GradSync]) -> None:
+    """Finish the reductions of all wrappers, which run beside each other."""
+    with all_or_none(syncs) as agreed:
+        if not any(sync.state is StepState.GIVING_UP for sync in syncs):
+            for sync in syncs:
+                sync.start()
+        for sync in syncs:
+            sync.finish()
+            agreed.append(sync)
 
 
 def _checked(num_tokens: object, ddp: DistributedDataParallel) -> float:

@@ -115,6 +115,8 @@ _DETACH, _MIDDLE = "detach()", "its wrapper was detached in the middle of a step
 
 REPORTED: Final = (StepState.FENCED, StepState.CALL)
 """States in which the other ranks have this rank's report, so that a failure breaks the wrapper."""
+FAILED: Final = (StepState.GIVING_UP, StepState.BROKEN)
+"""States in which this rank cannot bring its step to a good end."""
 UPDATING: Final = (StepState.FENCED, *AGREED)
 """States in which the other ranks update and gather, so that an optimizer that fails breaks the wrapper."""
 
@@ -184,7 +186,9 @@ class GradSync:
         self._concludes_late = False  # forwards of the next step may begin before the step that was given up is concluded
         self.resets_late = False
         """Whether the reduced gradients are cleared when the next step begins; those of some optimizers are already."""
-        self._no_sync_depth = self._num_blocks = 0
+        self.is_unseen = False
+        """Whether this rank has given up the step because of an exception that its caller may not have seen."""
+        self._no_sync_depth = self._num_blocks = self._num_noting = 0
         self.num_calls = 0
         """Number of collective calls that were entered."""
         self.backward: Backward | None = None
@@ -239,6 +243,33 @@ class GradSync:
             yield
         finally:
             self._no_sync_depth -= 1
+
+    @property
+    def only_accumulates(self) -> bool:
+        """Whether the caller is inside ``no_sync()``."""
+        return self._no_sync_depth > 0
+
+    @contextmanager
+    def noting(self, phase: str) -> Iterator[None]:
+        """Give up the step if an exception ends the block. Nothing is sent before ``send_failure()`` or the next call.
+
+        That call raises the error of all ranks, so the caller of this may go on after the exception.
+
+        Args:
+            phase: "forward" or "backward".
+        """
+        self._num_noting += 1
+        try:
+            yield
+        except Exception as error:
+            self.fail(phase, error)
+            if self.state is StepState.GIVING_UP:
+                # Autograd has not said what it was, and torch's pipelines wrap it in a RuntimeError of their own.
+                inner = error.__cause__ if type(error) is RuntimeError else None
+                self.counters.note_failure(phase, describe(inner or error), is_certain=True)
+            raise
+        finally:
+            self._num_noting -= 1
 
     def begin_forward(self) -> None:
         """Note that a training forward begins.
@@ -299,6 +330,7 @@ class GradSync:
         if error is None:
             self.settle()
             return
+        self.is_unseen = False
         if error is self.last_error or self.state is StepState.BROKEN or isinstance(error, _GROUP_ERRORS):
             return
         if self.state is StepState.GIVING_UP and not self._fence.is_sent:
@@ -308,7 +340,7 @@ class GradSync:
         elif self._awaits_update:
             self.counters.note_missed_update(describe(error))
         if self.state is StepState.GIVING_UP:
-            self._send_failure()
+            self.send_failure()
             if isinstance(error, Exception):  # an interrupt does not wait for other ranks
                 raise (self._error_of_all() or error) from error
 
@@ -469,6 +501,27 @@ class GradSync:
             group.receive_delayed(position)
             if self.backward is None:
                 self._launch_delayed()
+
+    def take_assigned(self) -> None:
+        """Take the gradients of one backward that were computed outside autograd and assigned or added to ``param.grad``.
+
+        For parameters whose other gradients may come through autograd. Nothing is launched before ``start()``.
+        """
+        found = [(group, slot, slot.param.grad) for group in self.groups for slot in group.slots if slot.param.grad is not None]
+        if found and self.is_reduced:
+            for _, slot, grad in found:
+                slot.param.grad = grad if grad is slot.in_buffer else None  # that in the buffer is kept from the last step
+            group, slot, _ = found[0]
+            self._start_implicitly(group, group.position_of[id(slot.param)])
+        for group, slot, grad in found:
+            if grad is not slot.in_buffer:
+                slot.param.grad = grad
+            if group.grad_phase is GradPhase.ACCUMULATING:
+                group.receive_assigned(group.position_of[id(slot.param)])
+            else:
+                self._note_late(group, group.position_of[id(slot.param)])
+        # With either of these, the backward through the outputs has counted.
+        self.counters.num_microbatches += not (self.policy.allows_unused or self._schedule.delayed)
 
     def drop_dummy(self, index: int, position: int) -> None:
         """Drop the dummy gradient of a parameter whose gradient is computed outside backward. Note a real gradient."""
@@ -771,7 +824,7 @@ class GradSync:
 
     def _forget(self) -> None:
         """Forget the gradients, none of which a collective owns."""
-        self.skip_reason, self._concludes_late, self.resets_late = "", False, False
+        self.skip_reason, self._concludes_late, self.resets_late, self.is_unseen = "", False, False, False
         self._schedule.reset()
         self.enter(StepState.IDLE)
 
@@ -797,7 +850,7 @@ class GradSync:
             raise self.broken.copy()
         if self.state is StepState.GIVING_UP:
             # Gradients of the failed backward are already mixed with those of the step.
-            was_caught = not self._fence.is_sent
+            was_caught = self.is_unseen or not self._fence.is_sent
             error = self.conclude_giving_up()
             if error is not None and (was_caught or raises_again):
                 raise error
@@ -813,32 +866,37 @@ class GradSync:
         if self.state not in _MAY_STEP_ASIDE or self._fence.is_sent or error is self.last_error is not None:
             return
         # Inside a ``step()`` block the exception is known at its end, unless the caller catches it before.
-        is_deferred = self._num_blocks > 0 and phase in ("forward", "backward")
+        is_deferred = self._num_blocks + self._num_noting > 0 and phase in ("forward", "backward")
         cause = "an exception" if is_deferred and error is None else describe(error)
         self.counters.note_failure(phase, cause + _CAUGHT * is_deferred)
+        self.is_unseen = is_deferred
         if self.is_reduced and self.state is not StepState.COMMITTED:
             self._reopen()  # a new step has begun
         self.enter(StepState.GIVING_UP)
         # Last, so that ``settle`` finds the failed backward if another interrupt comes before this line.
         self.backward = None
         if not is_deferred:
-            self._send_failure()
+            self.send_failure()
 
     @property
-    def _failure(self) -> PeerFailedError | None:
+    def failure(self) -> PeerFailedError | None:
         """The error of the other ranks about the failure of this rank, if it has failed in this step."""
         problem = self.counters.problems.get("failure")
         return None if problem is None else PeerFailedError(step=self.step, rank=self._communicator.rank, **problem.fields)
 
-    def _send_failure(self) -> None:
-        """Send the rest of the schedule and the fence, without waiting. May be called again after an interrupt."""
-        self._communicator.state.failure = self._failure
+    def send_failure(self, *, is_over: bool = True) -> None:
+        """Send the rest of the schedule and the fence, without waiting. May be called again after an interrupt.
+
+        Args:
+            is_over: ``False`` leaves out the fence, so the caller will still get the error.
+        """
+        self._communicator.state.failure = self.failure
         try:
             if not self.is_reduced:
                 self._schedule.send_dropped()
             for group in self.groups:
                 group.withdraw_grads()  # the step is over on this rank, so the caller may clear gradients in any way
-            if not self._fence.is_sent:
+            if is_over and not self._fence.is_sent:
                 self._fence.send(self._report())
         except MegabucketError as cause:  # the group is gone
             self._break(self.broken or cause)
@@ -849,7 +907,7 @@ class GradSync:
         There is none if all of them have left the step after its forwards.
         """
         with self.failing_on_all_ranks("the gradient sync", (StepState.GIVING_UP,)):
-            self._send_failure()
+            self.send_failure()
             if self.broken is not None:
                 raise self.broken.copy()
             try:
@@ -870,7 +928,7 @@ class GradSync:
         has_begun = self.counters.num_open_forwards or self.counters.num_microbatches
         is_open = self.state in (StepState.LAUNCHING, StepState.FENCED) or (self.state is StepState.OPEN and has_begun)
         is_open |= self._awaits_update and self.state is StepState.COMMITTED
-        failure = self._failure
+        failure = self.failure
         if self.state is StepState.GIVING_UP and failure is not None and not self._fence.is_answered():
             self._break(failure)
         elif is_open and error is not None:
@@ -1026,7 +1084,7 @@ class GradSync:
             raise PhaseError(
                 "the gradients of this step are not usable: an error about them was raised before (and caught by the caller); "
                 "ddp.last_error has it. Call zero_grad() and go on with the next step."
-            )
+            ) from self.dropped
 
     def refuse_update(self, error: Exception) -> None:
         """Report that this rank does not step, because of ``error``."""
@@ -1047,3 +1105,32 @@ class GradSync:
             self.fail("optimizer.step()", cause)
         elif self.state is StepState.COMMITTED:
             self._drop(PhaseError(cause), is_counted=True)
+
+
+@contextmanager
+def all_or_none(syncs: Sequence[GradSync]) -> Iterator[list[GradSync]]:
+    """Give up the steps of all wrappers if the block fails, or if this rank has given up one of them before.
+
+    The block appends each one that all ranks have agreed on; the fences of the others carry the error.
+    """
+    _give_up_rest(syncs)
+    agreed: list[GradSync] = []
+    try:
+        yield agreed
+    except BaseException as error:
+        _give_up_rest(syncs, agreed, describe(error))
+        for sync in syncs:
+            sync.is_unseen = False  # the caller has one error for all of them
+        raise
+
+
+def _give_up_rest(syncs: Sequence[GradSync], agreed: Sequence[GradSync] = (), cause: str = "") -> None:
+    """If the step of one wrapper has failed, give up the others, as all ranks do when they learn of it."""
+    failed = [sync for sync in syncs if sync.state in FAILED or sync.dropped is not None]
+    causes = [failure.cause for sync in failed if (failure := sync.failure) is not None]
+    for sync in syncs if agreed or failed else ():
+        if sync not in failed:
+            cause = cause or ": ".join(["another part has failed", *causes[:1]])
+            sync.give_up_update(cause, is_agreed=sync in agreed)
+        elif sync.state is StepState.GIVING_UP:
+            sync.send_failure()  # in the same order on all ranks, which may have one channel for all wrappers

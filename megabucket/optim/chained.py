@@ -12,21 +12,18 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from itertools import chain
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from megabucket.ddp.optimizer_guard import SteppingForWrapper
-from megabucket.ddp.report import describe
-from megabucket.ddp.step import UPDATING, StepState
+from megabucket.ddp.step import UPDATING, GradSync, all_or_none
 from megabucket.errors import ConfigError
 from megabucket.optim.distributed_optimizer import NO_COPIES, DistributedOptimizer, StepResult
 from megabucket.optim.norm import check_norm_settings
-
-_FAILED: Final = (StepState.GIVING_UP, StepState.BROKEN)
 
 
 class ChainedOptimizer(SteppingForWrapper):
@@ -97,6 +94,10 @@ class ChainedOptimizer(SteppingForWrapper):
         """Whether a loss scaler has unscaled the gradients of this step."""
         return all(optimizer.is_unscaled for optimizer in self.optimizers)
 
+    @property
+    def _syncs(self) -> list[GradSync]:
+        return [optimizer.ddp.sync for optimizer in self.optimizers]
+
     # A step #
 
     @torch.inference_mode(False)  # the first step makes state
@@ -108,14 +109,15 @@ class ChainedOptimizer(SteppingForWrapper):
             MegabucketError: the step of one wrapper is not whole on some rank. No rank updates anything. All raise the same
                 error; a rank that could not begin raises its own.
         """
-        with self._all_or_none() as agreed:
+        with all_or_none(self._syncs) as agreed:
             first, *others = self.optimizers
+            first.ddp.sync.settle(raises_again=True)  # with the cause, wherever on this rank it was
             first.prepare_step(also=(("clip_grad of all", float(self.clip_grad)),))
             for optimizer in others:
                 optimizer.prepare_step()
             for optimizer in self.optimizers:
                 optimizer.ddp.sync.finish(is_committing=optimizer.ddp.sync.updates_jointly)
-                agreed.append(optimizer)
+                agreed.append(optimizer.ddp.sync)
         reason = self._find_reason()
         with ExitStack() as stack:
             for optimizer in self.optimizers:
@@ -161,31 +163,9 @@ class ChainedOptimizer(SteppingForWrapper):
             optimizer.skip(reason, norm=norm)
         return StepResult(updated=False, grad_norm=norm, reason=reason)
 
-    @contextmanager
-    def _all_or_none(self) -> Iterator[list[DistributedOptimizer]]:
-        """Give up the steps of all wrappers if the block fails.
-
-        The block appends each optimizer whose gradients all ranks have agreed on; the fences of the others carry the error.
-        """
-        self._give_up_rest()
-        agreed: list[DistributedOptimizer] = []
-        try:
-            yield agreed
-        except BaseException as error:
-            self._give_up_rest(agreed, describe(error))
-            raise
-
-    def _give_up_rest(self, agreed: Sequence[DistributedOptimizer] = (), cause: str = "another part has failed") -> None:
-        """If the step of one wrapper has failed, give up the others, as all ranks do when they learn of it."""
-        syncs = [optimizer.ddp.sync for optimizer in self.optimizers]
-        failed = [sync for sync in syncs if sync.state in _FAILED or sync.dropped is not None]
-        for sync in syncs if agreed or failed else ():
-            if sync not in failed:
-                sync.give_up_update(cause, is_agreed=any(optimizer.ddp.sync is sync for optimizer in agreed))
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all wrappers."""
-        with self._all_or_none():
+        with all_or_none(self._syncs):
             for optimizer in self.optimizers:
                 optimizer.zero_grad(set_to_none=set_to_none)
 
@@ -196,10 +176,10 @@ class ChainedOptimizer(SteppingForWrapper):
         As ``DistributedOptimizer.unscale_grads``, for the same loss scalers.
         """
         self.answered = None
-        with self._all_or_none() as agreed:
+        with all_or_none(self._syncs) as agreed:
             for optimizer in self.optimizers:
                 optimizer.unscale_grads(inv_scale, in_buffer=in_buffer)
-                agreed.append(optimizer)
+                agreed.append(optimizer.ddp.sync)
         if reason := self._find_reason():
             self.last_step = self._skip(reason)
         return bool(reason)

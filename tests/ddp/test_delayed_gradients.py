@@ -43,7 +43,8 @@ class DelayedLinear(torch.nn.Module):
 
     Args:
         dummy: what backward hands over in their place: nothing, or a tensor of no meaning, ``flagged`` or not.
-        leaves_in: ``grad`` overwrites ``param.grad`` as Transformer Engine does; ``main_grad`` adds there as fused kernels do.
+        leaves_in: ``grad`` overwrites ``param.grad`` as Transformer Engine does; ``+=`` adds to it, as torch's zero-bubble
+            schedules do; ``main_grad`` adds there as fused kernels do.
     """
 
     def __init__(self, dense, *, dummy=None, leaves_in="grad"):
@@ -59,7 +60,9 @@ class DelayedLinear(torch.nn.Module):
         """Compute one gradient."""
         inputs, grad = self.waiting.pop(0)
         with torch.no_grad():
-            if self.leaves_in == "grad":
+            if self.leaves_in == "+=" and self.weight.grad is not None:
+                self.weight.grad += grad.T @ inputs
+            elif self.leaves_in != "main_grad":
                 self.weight.grad = grad.T @ inputs
             else:
                 self.weight.main_grad.add_(grad.T @ inputs)
@@ -147,7 +150,8 @@ def test_a_hook_that_halves_other_gradients_leaves_delayed_ones_alone(fields, du
 
 @pytest.mark.parametrize("waits", [False, True], ids=["each-microbatch", "all-at-the-end"])
 @pytest.mark.parametrize(
-    ("dummy", "leaves_in"), [(None, "grad"), ("flagged", "grad"), (None, "main_grad"), ("flagged", "main_grad")]
+    ("dummy", "leaves_in"),
+    [(None, "grad"), ("flagged", "grad"), (None, "+="), (None, "main_grad"), ("flagged", "main_grad")],
 )
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("fields", MODES)

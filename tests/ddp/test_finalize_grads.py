@@ -5,7 +5,7 @@ Several tests are bugs that users of other frameworks have met; their numbers ar
 
 import copy
 import math
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -742,3 +742,29 @@ def test_a_rank_that_cannot_add_up_breaks_the_wrapper_on_all_ranks():
         optimizer.step()
 
     failing(program, WrapperBrokenError, match=r"rank 1 stopped in finalize_grads\(\).*no room for a sum")
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("is_sharded", MODES)
+def test_a_wrapper_that_has_failed_on_one_rank_fails_all_of_them_with_the_same_error(is_sharded, failing):
+    """Its rank waited at the fence of that wrapper, and the others at the fence of the first one."""
+    world = LoopbackWorld(2, timeout_s=20)
+    parts = [[torch.nn.Linear(2, 2) for _ in range(2)] for _ in range(2)]
+    finish = {"use_distributed_optimizer": True} if is_sharded else {"finish": "explicit"}
+
+    def program(rank):
+        config = DistributedDataParallelConfig(**finish)
+        ddps = [DistributedDataParallel(part, config, communicator=world.communicator(rank)) for part in parts[rank]]
+        for index, ddp in enumerate(ddps):
+            with suppress(RuntimeError), ddp.sync.noting("forward"):
+                ddp(torch.ones(1, 3 if (rank, index) == (1, failing) else 2)).sum().backward()
+        with pytest.raises(PeerFailedError, match=r"rank 1 failed in .*shapes cannot be multiplied") as caught:
+            finalize_grads(ddps)
+        for ddp in ddps:
+            ddp.zero_grad()
+        for ddp in ddps:
+            ddp(torch.ones(1, 2)).sum().backward()
+        finalize_grads(ddps)
+        return str(caught.value)
+
+    assert len(set(world.run(program))) == 1
