@@ -330,7 +330,7 @@ class DistributedOptimizer(MegatronOptimizer):
         else:
             optimizers = [self.optimizer]
             for one, state in zip(optimizers, megatron_checkpoint.whole_states(optimizers, state_dict), strict=True):
-                one.load_state_dict(state)
+                one.load_state_dict(dict(state))
             state_dict = state_dict.get(0, state_dict)
         if self.grad_scaler is not None and "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
@@ -349,9 +349,11 @@ class DistributedOptimizer(MegatronOptimizer):
                 apart, or the model's state lacks a parameter.
         """
         asked = {"distrib_optim_sharding_type": sharding_type} if sharding_type else {}
-        scaler = {} if self.grad_scaler is None else {"grad_scaler": megatron_checkpoint.scaler_state(self.grad_scaler)}
+        # Megatron's scale is a tensor.
+        own = {} if self.grad_scaler is None else {**self.grad_scaler.state_dict(), "scale": self.get_loss_scale()}
+        common = {"grad_scaler": own} if own else {}
         return megatron_checkpoint.sharded_state(
-            [self.optimizer], model_sharded_state_dict, scaler, is_loading=is_loading, metadata={**(metadata or {}), **asked}
+            [self.optimizer], model_sharded_state_dict, common, is_loading=is_loading, metadata={**(metadata or {}), **asked}
         )
 
     def _refuse_call(self, *_: object, **__: object) -> Any:

@@ -7,9 +7,9 @@ Megatron has an optimizer of dense parameters and another of experts; here one m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -19,37 +19,24 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, extr
 from megabucket import optim
 from megabucket.errors import CheckpointMismatchError, ConfigError, name_list
 from megabucket.optim.param_state import MAIN_PARAM
+from megabucket.optim.state_dict import join, split
 
 _TYPE: Final = "fully_reshardable"
-_MOMENTS: Final = ("exp_avg", "exp_avg_sq")
-_KEYS: Final = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False}
-"""What tells groups apart in the format, with the values of an ordinary group. A group of experts is another one."""
+_KEYS: Final = ("param", "exp_avg", "exp_avg_sq")
+_MARKS: Final = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False}
+"""By these the format tells groups apart, and by whether they are of experts; with the values of an ordinary group."""
 _FUSED: Final = {"bias_correction": True}
 """Hyperparameters of Apex's and Transformer Engine's Adam that torch's does not have."""
 _NO_HYPERPARAMETERS: Final = frozenset({"params", "param_names", "is_expert_parallel", "step"})
-_INSTEAD: Final = "megabucket.save_checkpoint(path, ddp.wrapper, optimizer.optimizer, step=...)"
 
 Optimizers = Sequence[optim.DistributedOptimizer]
 """One for each model chunk."""
-
-
-class _Group(NamedTuple):
-    """The trainable parameters of one kind in one group of an optimizer, and what the format knows the group by."""
-
-    key: tuple[Any, ...]
-    is_expert: bool
-    group: dict[str, Any]
-    params: dict[torch.nn.Parameter, str]
-    """By parameter, its name."""
+Tree = Mapping[Any, Any]
+"""A state dict of Megatron's."""
 
 
 def sharded_state(
-    optimizers: Optimizers,
-    model_state: Mapping[str, Any],
-    common: Mapping[str, Any],
-    *,
-    is_loading: bool,
-    metadata: Mapping[str, Any],
+    optimizers: Optimizers, model_state: Tree, common: Tree, *, is_loading: bool, metadata: Mapping[str, Any]
 ) -> dict[Any, Any]:
     """Return the state to save, or tensors to load into. To save is a collective call.
 
@@ -62,39 +49,33 @@ def sharded_state(
         ConfigError: the format, the optimizer or its groups are not supported, or ``model_state`` lacks a parameter.
         MegabucketError: what ``state_dict()`` raises.
     """
-    _check_format(metadata, is_loading=is_loading)
-    _check_class(optimizers)
+    names = _names(optimizers)
+    params = _params(optimizers, names)
     place_of = {place.data: place for place in nested_values(extract_sharded_tensors_and_factories(model_state)[0])}
-    groups = list(_groups_of(optimizers))
-    if missing := [name for one in groups for param, name in one.params.items() if param not in place_of]:
-        raise ConfigError(
-            f"the sharded state of the model lacks {name_list(missing)}: pass sharded_state_dict() of the model, with the "
-            "parameters themselves as data."
-        )
-    state = {} if is_loading else _state_of(optimizers)
-    steps = {int(state.get(param, {}).get("step", 0)) for one in groups for param in one.params}
+    _check(optimizers, metadata, is_loading=is_loading)
+    if missing := [names[param] for param in params.values() if param not in place_of]:
+        raise ConfigError(f"the model's sharded_state_dict() lacks {name_list(missing)}, or has copies instead of parameters")
+    state = {}
+    if not is_loading:
+        for optimizer in optimizers:
+            optimizer.ddp.finish_param_sync()  # the caller may have asked the module, and not its wrapper
+        state = join([optimizer.state_dict() for optimizer in optimizers])["state"]
+    steps = {int(state.get(index, {}).get("step", 0)) for index in params}
     if len(steps) > 1:
-        raise ConfigError(f"parameters have taken {sorted(steps)} steps: Megatron's format has one count for all of them.")
+        raise ConfigError(f"parameters have taken {sorted(steps)} steps, and Megatron's format has one count for all of them")
+    groups = _groups_to_save(optimizers, {"step": max(steps, default=0)})
     parts: list[dict[str, Any]] = []
-    for is_expert in sorted({one.is_expert for one in groups}):
-        found = dict[tuple[Any, ...], dict[str, Any]]()
-        tensors = list[dict[str, Any]]()
-        for one in (one for one in groups if one.is_expert == is_expert):
-            own = dict(zip(_KEYS, one.key, strict=True)) | _FUSED | _hyperparameters(one.group)
-            own |= {"is_expert_parallel": is_expert, "step": max(steps, default=0)}
-            if found.setdefault(one.key, own) != own:
-                raise ConfigError(
-                    f"two groups of the optimizer have the same {', '.join(_KEYS)} {one.key}, by which Megatron's format tells "
-                    'groups apart, but other hyperparameters. Write other values into one: group["wd_mult"] = 0.0, say.'
-                )
-            for param in one.params:
-                values = _tensors_of(param, state.get(param, {}), is_loading=is_loading)
-                place = place_of[param]
-                tensors.append(
-                    {key: make_sharded_optimizer_tensor(place, of, f"optimizer.state.{key}") for key, of in values.items()}
-                )
-        part = {"optimizer": {"param_groups": list(found.values())}, "param_state": dict(enumerate(tensors)), **common}
-        parts.append({**part, "param_state_sharding_type": _TYPE})
+    for kind in sorted({mark[0] for mark in groups}):
+        tensors = {
+            index: {
+                key: make_sharded_optimizer_tensor(place_of[param], values, f"optimizer.state.{key}")
+                for key, values in _tensors(param, state.get(index, {}), is_loading=is_loading).items()
+            }
+            for index, param in params.items()
+            if _is_expert(param) == kind
+        }
+        of_kind = {"param_groups": [group for mark, group in groups.items() if mark[0] == kind]}
+        parts.append({"optimizer": of_kind, "param_state": tensors, "param_state_sharding_type": _TYPE, **common})
     if len(parts) == 1:
         return parts[0]
     for number, part in enumerate(parts if not metadata.get("chained_optim_avoid_prefix") else ()):
@@ -102,7 +83,7 @@ def sharded_state(
     return dict(enumerate(parts))
 
 
-def whole_states(optimizers: Optimizers, loaded: Mapping[Any, Any]) -> list[dict[str, Any]]:
+def whole_states(optimizers: Optimizers, loaded: Tree) -> list[Mapping[str, Any]]:
     """Return what was loaded into ``sharded_state`` in the format of ``state_dict()``, for each optimizer. A collective call.
 
     Raises:
@@ -111,141 +92,114 @@ def whole_states(optimizers: Optimizers, loaded: Mapping[Any, Any]) -> list[dict
         PeerFailedError: it does not fit on another rank.
     """
     with optimizers[0].ddp.sync.call("load_state_dict() of a checkpoint of Megatron"):
-        groups, problems = list(_groups_of(optimizers)), list[str]()
-        kinds = sorted({one.is_expert for one in groups})
-        parts = [loaded] if len(kinds) == 1 else [loaded.get(number, {}) for number in range(len(kinds))]
+        names, problems, state = _names(optimizers), list[str](), dict[int, dict[str, torch.Tensor]]()
+        parts = [loaded] if "param_state" in loaded else [part for key, part in loaded.items() if isinstance(key, int)]
         saved = [group for part in parts for group in part.get("optimizer", {}).get("param_groups", ())]
-        settings = _settings_from(saved, groups, problems)
-        steps = {group.get("step") for group in saved}
-        if len(steps) != 1 or None in steps:
-            problems.append(f"its groups have the step counts {sorted(map(str, steps))}, and not one")
-        state: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
-        for kind, part in zip(kinds, parts, strict=True):
-            params = chain.from_iterable(one.params.items() for one in groups if one.is_expert == kind)
-            for index, (param, name) in enumerate(params):
-                values = (part.get("param_state") or {}).get(index, {})
-                if lacking := {"param", *_MOMENTS} - values.keys():
-                    problems.append(f"it lacks {', '.join(sorted(lacking))} of {name!r}")
-                elif not torch.equal(values["param"].to(param.device, param.dtype), param.detach()):
-                    problems.append(
-                        f"its main parameter of {name!r} does not round to the weight in the model, which is loaded first"
-                    )
-                main = {} if param.dtype == torch.float32 else {MAIN_PARAM: values.get("param")}
-                state[param] = {**{key: values.get(key) for key in _MOMENTS}, **main}
+        groups = _groups_from(saved, optimizers, problems)
+        steps = {int(group["step"]) for group in saved if group.get("step") is not None}
+        if len(steps) != 1:
+            problems.append(f"its groups have the step counts {sorted(steps)}, and not one")
+        tensors = {index: of for part in parts for index, of in part.get("param_state", {}).items()}
+        for index, param in _params(optimizers, names).items():
+            values = tensors.get(index, {})
+            if lacking := [key for key in _KEYS if key not in values]:
+                problems.append(f"it lacks {', '.join(lacking)} of {names[param]!r}")
+            elif not torch.equal(values["param"].to(param.device, param.dtype), param.detach()):
+                problems.append(f"its main parameter of {names[param]!r} does not round to the weight that is in the model")
+            elif not problems:
+                moments = {key: values[key] for key in _KEYS[1:]}
+                main = {} if param.dtype == torch.float32 else {MAIN_PARAM: values["param"]}
+                state[index] = {"step": torch.full((), float(max(steps)), dtype=torch.float32, device="cpu"), **moments, **main}
         if problems:
             raise CheckpointMismatchError(path="the checkpoint of Megatron", problems=problems)
-    count = float(steps.pop())
-    found = []
-    for optimizer in optimizers:
-        index_of = {param: index for index, param in enumerate(_params_of(optimizer))}
-        of_index = {
-            index_of[param]: {"step": torch.tensor(count, dtype=torch.float32, device="cpu"), **of}
-            for param, of in state.items()
-            if param in index_of
-        }
-        own = [
-            {**group, **settings.get(id(group), {}), "params": [index_of[param] for param in group["params"]]}
-            for group in optimizer.param_groups
-        ]
-        found.append({"state": of_index, "param_groups": own})
+    return split({"state": state, "param_groups": groups}, optimizers)
+
+
+def _groups_to_save(optimizers: Optimizers, count: Tree) -> dict[tuple[Any, ...], dict[str, Any]]:
+    found, names = dict[tuple[Any, ...], dict[str, Any]](), _names(optimizers)
+    for group in _groups(optimizers):
+        for mark in _marks(group, names):
+            own = {**_MARKS, **_FUSED, **_hyperparameters(group), "is_expert_parallel": mark[0], **count}
+            if found.setdefault(mark, own) != own:
+                raise ConfigError(
+                    f"two groups have other hyperparameters and the same {_text(mark)}, by which Megatron's format tells them "
+                    'apart. Write other values into one of them: group["wd_mult"] = 0.0, for instance.'
+                )
     return found
 
 
-def scaler_state(scaler: optim.ConstantGradScaler) -> dict[str, Any]:
-    """Return the state of a loss scaler as Megatron's has it: the scale is a tensor."""
-    return {key: torch.tensor([value]) if key == "scale" else value for key, value in scaler.state_dict().items()}
-
-
-def _settings_from(
-    saved: Sequence[Mapping[str, Any]], groups: Sequence[_Group], problems: list[str]
-) -> dict[int, dict[str, Any]]:
-    """Return the saved hyperparameters of each group, by its ``id``; add to the problems where there is not one value."""
-    there, found = dict[tuple[Any, ...], dict[str, Any]](), dict[int, dict[str, Any]]()
+def _groups_from(saved: Iterable[Tree], optimizers: Optimizers, problems: list[str]) -> list[dict[str, Any]]:
+    """Return the groups with saved hyperparameters; add to the problems where there is not one value of each."""
+    names, there = _names(optimizers), dict[tuple[Any, ...], dict[str, Any]]()
     for group in saved:
-        key = (bool(group.get("is_expert_parallel")), *_key_of(group))
-        if there.setdefault(key, _hyperparameters(group)) != _hyperparameters(group):
-            problems.append(f"two of its groups have the same {', '.join(_KEYS)} {key[1:]}, and other hyperparameters")
-    for one in groups:
-        of_group = there.get((one.is_expert, *one.key))
-        if of_group is None:
-            others = [key[1:] for key in there if key[0] == one.is_expert]
-            problems.append(
-                f"it has no group {'of experts' if one.is_expert else 'of dense parameters'} with {', '.join(_KEYS)} {one.key} "
-                f"for {name_list(list(one.params.values()))}; it has {others}"
-            )
-            continue
-        own = {key: value for key, value in of_group.items() if key in one.group}
-        if found.setdefault(id(one.group), own) != own:
+        mark = _mark(group, is_expert=bool(group.get("is_expert_parallel")))
+        if there.setdefault(mark, _hyperparameters(group)) != _hyperparameters(group):
+            problems.append(f"two of its groups have other hyperparameters and the same {_text(mark)}")
+    found, first = list[dict[str, Any]](), 0
+    for group in _groups(optimizers):
+        marks = _marks(group, names)
+        problems += [f"it has no group with {_text(mark)}; it has {list(there)}" for mark in marks if mark not in there]
+        of_kinds = [{key: value for key, value in there.get(mark, {}).items() if key in group} for mark in marks]
+        if any(own != of_kinds[0] for own in of_kinds):
             problems.append("its experts have other hyperparameters than its dense parameters, and one group here has both")
+        indices = list(range(first, first := first + len(group["params"])))
+        found.append({**group, **dict(*of_kinds[:1]), "params": indices})
     return found
 
 
-def _groups_of(optimizers: Optimizers) -> Iterator[_Group]:
-    for optimizer in optimizers:
-        names = optimizer.ddp.param_names
-        for group in optimizer.param_groups:
-            own = {param: names[param] for param in group["params"] if param in names}
-            # An empty group has parameters on other ranks; one with frozen parameters alone is in no checkpoint.
-            kinds = {_is_expert(param) for param in own} if group["params"] else {bool(group.get("is_expert_parallel"))}
-            for kind in sorted(kinds):
-                params = {param: name for param, name in own.items() if _is_expert(param) == kind}
-                yield _Group(_key_of(group), kind, group, params)
+def _names(optimizers: Optimizers) -> dict[torch.Tensor, str]:
+    return {param: name for optimizer in optimizers for param, name in optimizer.ddp.param_names.items()}
 
 
-def _key_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(group.get(key, ordinary) for key, ordinary in _KEYS.items())
+def _groups(optimizers: Optimizers) -> list[dict[str, Any]]:
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
-def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _NO_HYPERPARAMETERS}
+def _params(optimizers: Optimizers, names: Container[torch.Tensor]) -> dict[int, torch.nn.Parameter]:
+    """Return the trainable parameters, by their indices in the state of all optimizers together."""
+    params = chain.from_iterable(group["params"] for group in _groups(optimizers))
+    return {index: param for index, param in enumerate(params) if param in names}
+
+
+def _marks(group: Tree, names: Container[torch.Tensor]) -> list[tuple[Any, ...]]:
+    """Return what tells a group apart: once for dense parameters, and once for experts."""
+    kinds = {_is_expert(param) for param in group["params"] if param in names}
+    if not group["params"]:  # on this rank
+        kinds = {bool(group.get("is_expert_parallel"))}
+    return [_mark(group, is_expert=kind) for kind in sorted(kinds)]
+
+
+def _mark(group: Tree, *, is_expert: bool) -> tuple[Any, ...]:
+    return (is_expert, *(group.get(key, ordinary) for key, ordinary in _MARKS.items()))
+
+
+def _text(mark: tuple[Any, ...]) -> str:
+    return f"is_expert_parallel, {', '.join(_MARKS)} {mark}"
 
 
 def _is_expert(param: torch.Tensor) -> bool:
     return not getattr(param, "allreduce", True)
 
 
-def _params_of(optimizer: optim.DistributedOptimizer) -> list[torch.nn.Parameter]:
-    """Return the parameters in the order of their indices in ``state_dict()``."""
-    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+def _hyperparameters(group: Tree) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _NO_HYPERPARAMETERS}
 
 
-def _state_of(optimizers: Optimizers) -> dict[torch.Tensor, Mapping[str, Any]]:
-    found: dict[torch.Tensor, Mapping[str, Any]] = {}
-    for optimizer in optimizers:
-        optimizer.ddp.finish_param_sync()  # the caller may have asked the module, and not its wrapper, for the model's state
-        state = optimizer.state_dict()["state"]
-        found |= {param: state[index] for index, param in enumerate(_params_of(optimizer)) if index in state}
-    return found
-
-
-def _tensors_of(param: torch.nn.Parameter, state: Mapping[str, Any], *, is_loading: bool) -> dict[str, torch.Tensor]:
+def _tensors(param: torch.nn.Parameter, state: Tree, *, is_loading: bool) -> dict[str, torch.Tensor]:
     """Return the tensors of one parameter to save, of which those that are not there yet are zero, or to load into."""
     found = {} if is_loading else {"param": state.get(MAIN_PARAM, param.detach()).float(), **state}
-    return {
-        key: found[key] if key in found else torch.zeros(param.shape, dtype=torch.float32, device="cpu")
-        for key in ("param", *_MOMENTS)
-    }
+    return {key: found[key] if key in found else torch.zeros(param.shape, dtype=torch.float32, device="cpu") for key in _KEYS}
 
 
-def _check_format(metadata: Mapping[str, Any], *, is_loading: bool) -> None:
-    found = metadata.get("distrib_optim_sharding_type", _TYPE)
+def _check(optimizers: Optimizers, metadata: Mapping[str, Any], *, is_loading: bool) -> None:
+    found, gathers = metadata.get("distrib_optim_sharding_type", _TYPE), "distrib_optim_fully_reshardable_mem_efficient"
     if found != _TYPE:
         raise ConfigError(
-            f"distrib_optim_sharding_type={found!r}: of Megatron's formats, {_TYPE!r} alone stores state by parameter name; "
-            "others depend on Megatron's buffers. Save with it (--dist-ckpt-optim-fully-reshardable of Megatron-LM); a "
-            "checkpoint in another format is converted by Megatron: load it there, and save it again."
+            f"distrib_optim_sharding_type={found!r}: of Megatron's formats {_TYPE!r} alone has state by parameter name. Save "
+            "in it (--dist-ckpt-optim-fully-reshardable of Megatron-LM); Megatron loads another format, and saves in this one."
         )
-    if not is_loading and metadata.get("distrib_optim_fully_reshardable_mem_efficient"):
-        raise ConfigError(
-            "distrib_optim_fully_reshardable_mem_efficient=True: here each rank has the whole state while it saves. Leave it "
-            f"out, or use {_INSTEAD}, which gathers nothing."
-        )
-
-
-def _check_class(optimizers: Optimizers) -> None:
+    if not is_loading and metadata.get(gathers):
+        raise ConfigError(f"{gathers}=True: each rank gathers the whole state; megabucket.save_checkpoint() gathers none")
     for given in chain.from_iterable(optimizer.torch_optimizers for optimizer in optimizers):
         if not isinstance(given, torch.optim.Adam | torch.optim.AdamW) or any(group["amsgrad"] for group in given.param_groups):
-            raise ConfigError(
-                f"{type(given).__name__}: Megatron's format has the state of Adam and AdamW without amsgrad, and no other. Use "
-                f"{_INSTEAD}."
-            )
+            raise ConfigError(f"{type(given).__name__}: the format is Adam's without amsgrad; use megabucket.save_checkpoint()")

@@ -158,7 +158,8 @@ class Ours(Side):
             {"params": [param for param in params if param.ndim == 1], "weight_decay": 0.0, "wd_mult": 0.0},
         ]
         torch_optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE)
-        config = OptimizerConfig(clip_grad=0.0, use_distributed_optimizer=True)
+        is_scaled = case.dtype == torch.float16
+        config = OptimizerConfig(clip_grad=0.0, use_distributed_optimizer=True, fp16=is_scaled, initial_loss_scale=1024.0)
         self.optimizer = DistributedOptimizer(torch_optimizer, config, [self.ddp])
 
     def weights(self) -> Weights:
@@ -430,7 +431,9 @@ def test_a_checkpoint_that_megatron_writes_wrong_is_refused(pool_of_two, tmp_pat
     case = Case(0, torch.float32, str(tmp_path), bucket_numel=400)
 
     pool_of_two.run(train, "theirs", dataclasses.replace(case, last=HALF), ranks=2)
-    with pytest.raises(AssertionError, match=r"its main parameter of '.*weight' does not round to the weight in the model"):
+    with pytest.raises(
+        AssertionError, match=r"its main parameter of '.*weight' does not round to the weight that is in the model"
+    ):
         pool_of_two.run(train, "ours", dataclasses.replace(case, first=HALF), ranks=2)
 
 
@@ -477,24 +480,24 @@ def refusals(rank: Rank) -> dict[str, str]:
 
 def test_what_the_format_cannot_hold_is_refused(pool_of_two):
     for found in pool_of_two.run(refusals, ranks=2):
-        assert found["format"].startswith("distrib_optim_sharding_type='dp_reshardable': of Megatron's formats, 'fully_resh")
+        assert found["format"].startswith("distrib_optim_sharding_type='dp_reshardable': of Megatron's formats 'fully_resh")
         assert found["older"].startswith("distrib_optim_sharding_type='fully_sharded_model_space': ")
-        assert found["memory"].startswith("distrib_optim_fully_reshardable_mem_efficient=True: here each rank has the whole ")
-        assert found["model"].startswith("the sharded state of the model lacks 'model.head.bias': pass sharded_state_dict()")
-        assert "the same wd_mult, lr_mult, is_decoupled_lr (1.0, 1.0, False)" in found["groups"]
+        assert found["memory"].startswith("distrib_optim_fully_reshardable_mem_efficient=True: each rank gathers the ")
+        assert found["model"].startswith("the model's sharded_state_dict() lacks 'model.head.bias', or ")
+        assert f"and the same {MARKS} (False, 1.0, 1.0, False), by which" in found["groups"]
         assert found["steps"].startswith("parameters have taken [1, 7] steps")
-        assert found["class"].startswith("AdamW: Megatron's format has the state of Adam and AdamW without amsgrad")
+        assert found["class"].startswith("AdamW: the format is Adam's without amsgrad; use ")
 
 
-ORDINARY = "wd_mult, lr_mult, is_decoupled_lr (1.0, 1.0, False)"
+MARKS = "is_expert_parallel, wd_mult, lr_mult, is_decoupled_lr"
 SPOILED: dict[tuple[Any, ...], tuple[Any, str]] = {
-    (0, "optimizer", "param_groups", 0, "wd_mult"): (0.5, f"it has no group of dense parameters with {ORDINARY} for '"),
-    (0, "optimizer", "param_groups", 1, "wd_mult"): (1.0, f"two of its groups have the same {ORDINARY}, and other hyper"),
-    (0, "param_state", 0, "exp_avg"): (None, "it lacks exp_avg of '"),
-    (0, "param_state", 0, "param"): (torch.zeros(()), "does not round to the weight in the model, which is loaded first"),
-    (1,): (None, f"it has no group of experts with {ORDINARY} for '"),
+    (0, "optimizer", "param_groups", 0, "wd_mult"): (0.5, f"it has no group with {MARKS} (False, 1.0, 1.0, False); it has [("),
+    (0, "optimizer", "param_groups", 1, "wd_mult"): (1.0, "two of its groups have other hyperparameters and the same is_"),
+    (1, "param_state", 0, "exp_avg"): (None, "it lacks exp_avg of '"),
+    (1, "param_state", 0, "param"): (torch.zeros(()), "does not round to the weight that is in the model"),
+    (1,): (None, f"it has no group with {MARKS} (True, 1.0, 1.0, False); it has [("),
     (1, "optimizer", "param_groups", 0, "lr"): (1.0, "its experts have other hyperparameters than its dense parameters"),
-    (1, "optimizer", "param_groups", 1, "step"): (7, "its groups have the step counts ['1', '7'], and not one"),
+    (1, "optimizer", "param_groups", 1, "step"): (7, "its groups have the step counts [1, 7], and not one"),
 }
 """Places in what Megatron has loaded, what to put there (``None``: nothing), and a part of the error."""
 
@@ -529,7 +532,7 @@ def load_what_does_not_fit(rank: Rank) -> tuple[dict[tuple[Any, ...], str], str]
         saved = as_loaded(made.sharded_state(is_loading=False))
         before = optimizer.state_dict()["optimizer"]["state"]
         found = {path: refused(path) for path in SPOILED}
-        place = (0, "param_state", 0, "exp_avg")
+        place = (1, "param_state", 0, "exp_avg")
         alone = as_loaded(saved["optimizer"], *(place if rank.index else ()))
         found_alone = text_of(PeerFailedError, optimizer.load_state_dict, alone)
         after = optimizer.state_dict()["optimizer"]["state"]
@@ -550,3 +553,33 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(pool_of_two):
         assert [path for path, (_, part) in SPOILED.items() if part not in found[path]] == []
         assert "rank 1 failed" in alone
         assert "it lacks exp_avg of '" in alone
+
+
+def pass_on_the_scale(rank: Rank) -> None:
+    """Give Megatron's loss scaler the state of ours, and take it back: before the first step, for which there are zeros."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+
+        made = Ours(rank, Case(0, torch.float16, ""))
+    try:
+        with on_cpu():
+            theirs = DynamicGradScaler(
+                8.0, min_scale=1.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=100, hysteresis=1
+            )
+            saved = as_loaded(made.sharded_state(is_loading=False)["optimizer"])
+            theirs.load_state_dict(saved["grad_scaler"])
+            assert theirs.scale.item() == 1024.0
+            theirs.update(found_inf=True)
+            theirs.update(found_inf=True)
+        made.optimizer.load_state_dict({**saved, "grad_scaler": theirs.state_dict()})
+        assert made.optimizer.get_loss_scale().item() == theirs.scale.item() < 1024.0
+        made.train_step(0)
+        assert saved["optimizer"]["param_groups"][0]["step"] == 0
+        assert made.optimizer.state_dict()["optimizer"]["state"][0]["step"] == 1
+    finally:
+        made.close()
+
+
+def test_the_loss_scale_passes_between_the_scalers(pool_of_two):
+    pool_of_two.run(pass_on_the_scale, ranks=2)
