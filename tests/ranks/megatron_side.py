@@ -53,7 +53,10 @@ class MegatronSide:
         make_adam: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
         **options: Any,
     ) -> None:
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=expert_parallel, create_gloo_process_groups=False)
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.initialize_model_parallel(
+                expert_model_parallel_size=expert_parallel, create_gloo_process_groups=False
+            )
         config = DistributedDataParallelConfig(use_distributed_optimizer=is_sharded, **options)
         self._spares_vectors, self._make_adam = spares_vectors, make_adam
         self._is_bf16 = any(param.dtype == torch.bfloat16 for param in module.parameters())
@@ -86,8 +89,8 @@ class MegatronSide:
         groups = [{"params": list(params), "wd_mult": 1.0, **shared}]
         if self._spares_vectors:
             groups[0]["params"] = [param for param in params if param.ndim > 1]
-            vectors = [param for param in params if param.ndim == 1]
-            groups.append({"params": vectors, "wd_mult": 0.0, "weight_decay": 0.0, **shared})
+            if vectors := [param for param in params if param.ndim == 1]:
+                groups.append({"params": vectors, "wd_mult": 0.0, "weight_decay": 0.0, **shared})
         adamw = self._make_adam(groups, lr=learning_rate)
 
         def init_state(_: Any, __: Any = None) -> None:
