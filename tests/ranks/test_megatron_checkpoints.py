@@ -90,11 +90,12 @@ class Side:
         from megatron.core.transformer import TransformerConfig
 
         self.rank, self.case = rank, case
+        self._groups_before = set(dist.distributed_c10d._world.pg_map)
         parallel_state.initialize_model_parallel(
             expert_model_parallel_size=max(case.expert_parallel, 1), create_gloo_process_groups=False
         )
         self.config = TransformerConfig(num_layers=1, hidden_size=1, num_attention_heads=1)
-        self.module, self._groups = gpt_model(case) if case.is_gpt else stored_model(rank, case, self.config)
+        self.module = gpt_model(case) if case.is_gpt else stored_model(rank, case, self.config)
 
     def train_step(self, step: int) -> None:
         slots = [self.rank.index * self.case.num_microbatches + number for number in range(self.case.num_microbatches)]
@@ -139,7 +140,8 @@ class Side:
         return {name: param.detach().clone() for name, param in self.module.named_parameters()}
 
     def close(self) -> None:
-        for group in self._groups:
+        """Destroy the groups made here, and the threads of each: ``destroy_model_parallel`` of Megatron only forgets them."""
+        for group in [group for group in dist.distributed_c10d._world.pg_map if group not in self._groups_before]:
             dist.destroy_process_group(group)
 
 
@@ -292,8 +294,8 @@ def writing_in_threads() -> Iterator[None]:
         yield
 
 
-def stored_model(rank: Rank, case: Case, config: Any) -> tuple[torch.nn.Module, list[dist.ProcessGroup]]:
-    """Return a model that says which parts of the whole it holds, and the groups that were made for it."""
+def stored_model(rank: Rank, case: Case, config: Any) -> torch.nn.Module:
+    """Return a model that says which parts of the whole it holds."""
     from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.utils import make_sharded_tensor_for_checkpoint
@@ -328,10 +330,10 @@ def stored_model(rank: Rank, case: Case, config: Any) -> tuple[torch.nn.Module, 
         groups, model = [], Moe(range(NUM_EXPERTS))
         for param in model.parameters():
             param.allreduce = True
-    return Stored(model.to(case.dtype)), groups
+    return Stored(model.to(case.dtype))
 
 
-def gpt_model(case: Case) -> tuple[torch.nn.Module, list[dist.ProcessGroup]]:
+def gpt_model(case: Case) -> torch.nn.Module:
     """Return Megatron's ``GPTModel`` with tied embeddings over the tokens of ``moe_ranks``, which are one sequence."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -362,7 +364,7 @@ def gpt_model(case: Case) -> tuple[torch.nn.Module, list[dist.ProcessGroup]]:
     spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
     torch.manual_seed(0)
     with on_cpu():
-        return Gpt(config, spec, VOCABULARY, NUM_TOKENS, share_embeddings_and_output_weights=True).to(case.dtype), []
+        return Gpt(config, spec, VOCABULARY, NUM_TOKENS, share_embeddings_and_output_weights=True).to(case.dtype)
 
 
 def pool_of(num_ranks: int) -> Iterator[WorkerPool]:
