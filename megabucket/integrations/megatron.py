@@ -27,6 +27,8 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
+from megabucket.integrations import megatron_checkpoint  # noqa: E402 - imports Megatron as well
+
 _SAME: Final = (
     "average_in_collective",
     "check_for_large_grads",
@@ -317,11 +319,42 @@ class DistributedOptimizer(MegatronOptimizer):
         scaler = {} if self.grad_scaler is None else {"grad_scaler": self.grad_scaler.state_dict()}
         return {"optimizer": self.optimizer.state_dict(), **scaler}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a result of ``state_dict``. A collective call."""
-        self.optimizer.load_state_dict(state_dict["optimizer"])
+    def load_state_dict(self, state_dict: dict[Any, Any]) -> None:
+        """Load a result of ``state_dict``, or of ``dist_checkpointing.load`` into ``sharded_state_dict``. A collective call.
+
+        Raises:
+            CheckpointMismatchError: it lacks values, or has other groups.
+        """
+        if "state" in state_dict.get("optimizer", ()):
+            self.optimizer.load_state_dict(state_dict["optimizer"])
+        else:
+            optimizers = [self.optimizer]
+            for one, state in zip(optimizers, megatron_checkpoint.whole_states(optimizers, state_dict), strict=True):
+                one.load_state_dict(dict(state))
+            state_dict = state_dict.get(0, state_dict)
         if self.grad_scaler is not None and "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
+
+    def sharded_state_dict(
+        self,
+        model_sharded_state_dict: Mapping[str, Any],
+        is_loading: bool = False,
+        sharding_type: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> dict[Any, Any]:
+        """Return the state for Megatron's ``dist_checkpointing``, in its format ``fully_reshardable``. Collective, to save.
+
+        Raises:
+            ConfigError: another format is asked for, the optimizer is not torch's Adam or AdamW, its groups cannot be told
+                apart, or the model's state lacks a parameter.
+        """
+        asked = {"distrib_optim_sharding_type": sharding_type} if sharding_type else {}
+        # Megatron's scale is a tensor.
+        own = {} if self.grad_scaler is None else {**self.grad_scaler.state_dict(), "scale": self.get_loss_scale()}
+        common = {"grad_scaler": own} if own else {}
+        return megatron_checkpoint.sharded_state(
+            [self.optimizer], model_sharded_state_dict, common, is_loading=is_loading, metadata={**(metadata or {}), **asked}
+        )
 
     def _refuse_call(self, *_: object, **__: object) -> Any:
         """Refuse the parts of an update, which the ranks agree on as a whole.
@@ -336,7 +369,7 @@ class DistributedOptimizer(MegatronOptimizer):
         )
 
     count_zeros = get_grad_stats_parallel_group = get_main_grads_for_grad_norm = _refuse_call
-    offload_to_cpu = restore_from_cpu = prepare_grads = step_with_ready_grads = sharded_state_dict = _refuse_call
+    offload_to_cpu = restore_from_cpu = prepare_grads = step_with_ready_grads = _refuse_call
 
 
 def config_from(ddp_config: DistributedDataParallelConfig, *, is_loss_per_token: bool = False) -> Config:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -36,6 +36,8 @@ class MegatronSide:
         expert_parallel: ranks that hold different experts.
         is_sharded: with Megatron's ``DistributedOptimizer``.
         transformer: what the wrapper passes on to schedules; nothing else of it is read.
+        spares_vectors: no weight decay for parameters of one dimension, in a group of their own.
+        make_adam: a class of AdamW.
         options: further fields of Megatron's ``DistributedDataParallelConfig``.
     """
 
@@ -47,10 +49,16 @@ class MegatronSide:
         learning_rate: float,
         is_sharded: bool,
         transformer: TransformerConfig | None = None,
+        spares_vectors: bool = False,
+        make_adam: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
         **options: Any,
     ) -> None:
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=expert_parallel, create_gloo_process_groups=False)
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.initialize_model_parallel(
+                expert_model_parallel_size=expert_parallel, create_gloo_process_groups=False
+            )
         config = DistributedDataParallelConfig(use_distributed_optimizer=is_sharded, **options)
+        self._spares_vectors, self._make_adam = spares_vectors, make_adam
         self._is_bf16 = any(param.dtype == torch.bfloat16 for param in module.parameters())
         with on_cpu():
             transformer = transformer or TransformerConfig(num_layers=1, hidden_size=1, num_attention_heads=1)
@@ -77,8 +85,13 @@ class MegatronSide:
             use_distributed_optimizer=is_sharded,
             overlap_param_gather=self.ddp.ddp_config.overlap_param_gather,
         )
-        groups = [{"params": list(params), "is_expert_parallel": is_expert, "is_decoupled_lr": False}]
-        adamw = torch.optim.AdamW(groups, lr=learning_rate)
+        shared = {"is_expert_parallel": is_expert, "is_decoupled_lr": False, "lr_mult": 1.0}
+        groups = [{"params": list(params), "wd_mult": 1.0, **shared}]
+        if self._spares_vectors:
+            groups[0]["params"] = [param for param in params if param.ndim > 1]
+            if vectors := [param for param in params if param.ndim == 1]:
+                groups.append({"params": vectors, "wd_mult": 0.0, "weight_decay": 0.0, **shared})
+        adamw = self._make_adam(groups, lr=learning_rate)
 
         def init_state(_: Any, __: Any = None) -> None:
             """Nothing: torch's AdamW makes its state in the first step."""

@@ -470,7 +470,7 @@ MISSING = """
 """
 REFUSED_CALLS = """
     count_zeros get_grad_stats_parallel_group get_main_grads_for_grad_norm offload_to_cpu prepare_grads restore_from_cpu
-    sharded_state_dict step_with_ready_grads
+    step_with_ready_grads
 """
 
 
