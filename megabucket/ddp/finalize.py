@@ -114,7 +114,7 @@ def _sum_over_copies(wrappers: Sequence[DistributedDataParallel], copies: Mappin
 def _pieces(wrappers: Iterable[DistributedDataParallel], along: str) -> Iterator[torch.Tensor]:
     """Yield this rank's pieces of gradients that are partial along a dimension, in the same order on all ranks."""
     found: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
-    for ddp, group in ((ddp, group) for ddp in wrappers for group in ddp.bucket_groups):
+    for ddp, group in ((owner, group) for owner in wrappers for group in owner.bucket_groups):
         for bucket in group.buckets:
             buffer = bucket.buffer
             if not ddp.policy.is_sharded or bucket.slots[0].param.grad is bucket.slots[0].in_buffer:  # or force_all_reduce

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any, Final, NoReturn, Protocol
@@ -271,7 +271,7 @@ def partial_entries(
     ranks: RankGroups,
     copies: Iterable[str],
 ) -> dict[str, list[Entry]]:
-    """Return, for each of some ``copies`` of the ranks, entries of the parameters whose gradients they sum, also of frozen ones.
+    """Return, for each of some ``copies``, entries of the parameters whose gradients its ranks sum, frozen ones included.
 
     With shards each rank sums the part that it owns, so the parameters must have equal places in their buckets, and the ranks
     must own the same shard.

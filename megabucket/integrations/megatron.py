@@ -55,6 +55,7 @@ _TAKEN_DDP: Final = frozenset(
     {
         *_SAME,
         *_SAME_LATER,
+        "align_param_gather",  # optimizer.step() begins the gather
         "bucket_size",
         "check_for_nan_in_grad",
         "delay_wgrad_compute",
@@ -62,10 +63,9 @@ _TAKEN_DDP: Final = frozenset(
     }
 )
 _ONE_TRANSFORMER: Final = {"cuda_graph_impl": "none", "defer_embedding_wgrad_compute": False}
-"""Fields of which one value is supported. ``_KNOWN`` ones have any; all other fields of ``TransformerConfig`` are the layers'."""
+"""Fields of which one value is supported. Those of ``_KNOWN`` have any; all others of ``TransformerConfig`` are the layers'."""
 
-_KNOWN: Final = frozenset(
-    """
+_KNOWN: Final = """
     _cpu_offloading_context async_tensor_model_parallel_allreduce autocast_dtype barrier_with_L1_time batch_p2p_comm
     batch_p2p_sync bf16 context_parallel_size cpu_offloading cpu_offloading_activations cpu_offloading_double_buffering
     cpu_offloading_num_layers cpu_offloading_retain_pinned_cpu_buffers cpu_offloading_weights cross_entropy_fusion_impl
@@ -80,8 +80,7 @@ _KNOWN: Final = frozenset(
     tp_comm_overlap_ag tp_comm_overlap_disable_fc1 tp_comm_overlap_disable_qkv tp_comm_overlap_rs tp_comm_overlap_rs_dgrad
     tp_comm_split_ag tp_comm_split_rs use_cpu_initialization use_ring_exchange_p2p use_te_rng_tracker variable_seq_lengths
     virtual_pipeline_model_parallel_size wgrad_deferral_limit
-    """.split()
-)
+"""
 """Fields of ``ModelParallelConfig`` that are supported, or change nothing about gradients and groups. Unknown ones may."""
 
 _MARKS: Final = {
@@ -190,9 +189,8 @@ class _Buffers:
             ConfigError: always.
         """
         raise ConfigError(
-            "model.buffers is torch's method, not Megatron's list: megabucket's buffers are model.wrapper.param_and_grad_buffers. "
-            "Megatron's own get_megatron_optimizer() reads the list: call megabucket.integrations.megatron."
-            "get_megatron_optimizer(config, model) instead."
+            "model.buffers is torch's method, not Megatron's list: read model.wrapper.param_and_grad_buffers. Megatron's own "
+            "get_megatron_optimizer() reads the list: call megabucket.integrations.megatron.get_megatron_optimizer() instead."
         )
 
     __add__ = __iter__
@@ -223,7 +221,7 @@ class DistributedDataParallel(MegatronDDP):
         _check_arguments("DistributedDataParallel", later)
         translated = config_from(ddp_config, is_loss_per_token=config.calculate_per_token_loss)
         known = vars(ModelParallelConfig()) | _ONE_TRANSFORMER
-        _check_fields(config, {name: value for name, value in known.items() if name not in _KNOWN})
+        _check_fields(config, {name: value for name, value in known.items() if name not in _KNOWN.split()})
         _check_marks(module)
         _BaseDataParallel.__init__(self, config=config, module=module)
         self.ddp_config = ddp_config
@@ -365,7 +363,7 @@ class DistributedOptimizer(MegatronOptimizer):
         ]
         whole = self.parts[0] if len(chunks) == 1 else ChainedOptimizer(self.parts)
         super().__init__(whole, config)
-        self.optimizer: optim.DistributedOptimizer | ChainedOptimizer
+        self.optimizer: Any
         self.model_chunks = chunks
         self.chained_optimizers = [self]
         self.is_stub_optimizer = False
@@ -395,9 +393,7 @@ class DistributedOptimizer(MegatronOptimizer):
     def get_loss_scale(self) -> torch.Tensor:
         """Return the loss scale as a tensor of one element."""
         scale = 1.0 if self.grad_scaler is None else self.grad_scaler.get_scale()
-        return torch.full(
-            (1,), scale, dtype=torch.float32, device=self.parts[0].ddp.param_and_grad_buffers[0].grad_data.device
-        )
+        return torch.full((1,), scale, dtype=torch.float32, device=self.parts[0].ddp.param_and_grad_buffers[0].grad_data.device)
 
     def clip_grad_norm(self, clip_grad: float) -> float:
         """Finish the gradient sync, clip, and return the norm before clipping.
@@ -406,7 +402,7 @@ class DistributedOptimizer(MegatronOptimizer):
             ConfigError: there are several model chunks.
         """
         if len(self.parts) > 1:
-            raise ConfigError("clip_grad_norm() and get_grad_norm() with several model chunks: step() clips and returns the norm")
+            raise ConfigError("clip_grad_norm() and get_grad_norm() take one model chunk: step() clips and returns the norm")
         return float(self.parts[0].clip_grad_norm_(clip_grad))
 
     def get_grad_norm(self) -> float:
@@ -478,16 +474,16 @@ def get_megatron_optimizer(
     _check_arguments("get_megatron_optimizer", later)
     chunks = _as_chunks(model_chunks)
     if pg_collection is not None and any(pg_collection.dp is not chunk.dp_group for chunk in chunks):
-        raise ConfigError("get_megatron_optimizer(pg_collection=) has another dp group than the wrappers: pass the same to both")
+        raise ConfigError("get_megatron_optimizer() got pg_collection= with another dp group than that of the wrappers")
     check_config_overrides_consistency(config, config_overrides)
+    make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
+    own: dict[str, Any] = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
     if config.optimizer == "sgd":
-        make = functools.partial(torch.optim.SGD, momentum=config.sgd_momentum)
-    else:
-        kind = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
-        make = functools.partial(kind, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
+        make, own = torch.optim.SGD, {"momentum": config.sgd_momentum}
+    # The groups have these three.
     grouped = dataclasses.replace(config, decoupled_lr=None, decoupled_min_lr=None, apply_wd_to_qk_layernorm=False)
     groups = [_get_param_groups([chunk], config, config_overrides) for chunk in chunks]
-    optimizers = [make(of_chunk, lr=config.lr, weight_decay=config.weight_decay) for of_chunk in groups]
+    optimizers = [make(of_chunk, lr=config.lr, weight_decay=config.weight_decay, **own) for of_chunk in groups]
     made = DistributedOptimizer(optimizers, grouped, chunks)
     made.config = config
     return made
@@ -533,13 +529,11 @@ def _groups_of(
     whole = next((group for group in candidates if group is not None and group.size() == size), None)
     if whole is None:
         raise ConfigError(
-            f"no process group has all {size} ranks of the model (tp {tp.size()}, pp {pp.size()}, dp {dp.size()}), so they could "
-            "not agree on a step and take one norm. Pass pg_collection.intra_dist_opt, a group of all of them."
+            f"no process group has all {size} ranks of the model (tp {tp.size()}, pp {pp.size()}, dp {dp.size()}), so they "
+            "could not agree on a step and take one norm. Pass pg_collection.intra_dist_opt, a group of all of them."
         )
     identity = _identities(module, tp=(tp.rank(), tp.size()), expert_tp=place, has_stages=pp.size() > 1)
-    return ParallelGroups(
-        reduction, copies=copies, copies_across=across, identity=identity, norm_group=whole, step_group=whole
-    )
+    return ParallelGroups(reduction, copies=copies, copies_across=across, identity=identity, norm_group=whole, step_group=whole)
 
 
 def _identities(
@@ -566,9 +560,9 @@ def _identities(
 
     read = megatron_identity(tp_rank=tp[0], tp_size=tp[1], expert_tp=expert_tp, name_of=name_of)
 
-    def identity(name: str, param: Any) -> ParamIdentity:
+    def identity(name: str, param: Any) -> ParamIdentity | None:
         found = read(name, param)
-        if has_stages and getattr(param, "shared_embedding", False):  # Megatron marks only the last stage as shared
+        if found and has_stages and getattr(param, "shared_embedding", False):  # Megatron marks only the last stage as shared
             copies, partial = ((*dict.fromkeys((*of, "embd")),) for of in (found.copies, found.partial))
             tied = found.global_name.replace("output_layer.weight", "embedding.word_embeddings.weight")
             found = dataclasses.replace(found, global_name=tied, copies=copies, partial=partial)

@@ -1,8 +1,8 @@
 """Megatron's GPT model on a CPU, trained by Megatron's schedules under its model parallelism: by the wheel's own wrapper and
 optimizer, or by the adapter.
 
-Nothing of Megatron's is replaced but what ``megatron_side.on_cpu`` says, and its norm layer, which exists for CUDA alone where the
-sequence is cut.
+Nothing of Megatron's is replaced but what ``megatron_side.on_cpu`` says, and its norm layer, which exists for CUDA alone where
+the sequence is cut.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _train(rank: Rank, is_ours: bool, cell: Cell) -> Outcome:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron_side import on_cpu, step_on_cpu
 
     from megabucket.integrations import megatron as adapter
@@ -74,6 +74,7 @@ def _train(rank: Rank, is_ours: bool, cell: Cell) -> Outcome:
     with mock.patch.multiple(parallel_state, HAVE_EINOPS=True, einops=Einops, create=True):
         parallel_state.initialize_model_parallel(**cell.sizes, create_gloo_process_groups=False)
     moe_utils.te_general_gemm = None  # undefined in the wheel without Transformer Engine
+    token_dispatcher.maybe_move_tensor_to_cpu = to_numpy
     wrapper = adapter.DistributedDataParallel if is_ours else DistributedDataParallel
     make_optimizer = adapter.get_megatron_optimizer if is_ours else get_megatron_optimizer
     options = {"grad_reduce_in_fp32": True, "overlap_grad_reduce": True, "bucket_size": BUCKET_NUMEL, **cell.ddp}
@@ -163,6 +164,11 @@ class Einops:
     def rearrange(ranks: Any, pattern: str, *, l: int, s: int, u: int) -> Any:  # noqa: E741 - their names
         assert pattern == "(l s u) -> (l u) s"
         return ranks.reshape(l, s, u).transpose(0, 2, 1).reshape(l * u, s)
+
+
+def to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Return counts of tokens as Megatron does with those on a GPU."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def transformer_config(cell: Cell) -> Any:

@@ -186,7 +186,8 @@ def on_cpu() -> Iterator[None]:
         mock.patch.object(torch, "zeros", zeros),
         mock.patch.object(torch.Tensor, "type", type_as_on_cuda),
         mock.patch.object(torch.Tensor, "cuda", lambda self: self),
-        mock.patch.multiple(torch.cuda, Stream=stream, default_stream=stream, current_stream=stream, stream=lambda _: nullcontext()),
-        mock.patch.object(CudaRNGStatesTracker, "fork", lambda *_: nullcontext()),
+        mock.patch.multiple(torch.cuda, Stream=stream, default_stream=stream, current_stream=stream),
+        mock.patch.object(torch.cuda, "stream", return_value=nullcontext()),
+        mock.patch.object(CudaRNGStatesTracker, "fork", return_value=nullcontext()),
     ):
         yield
