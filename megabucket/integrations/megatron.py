@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any, Final, NoReturn
 
 import torch
@@ -83,6 +84,14 @@ _KNOWN: Final = """
 """
 """Fields of ``ModelParallelConfig`` that are supported, or change nothing about gradients and groups. Unknown ones may."""
 
+_GATED: Final = frozenset({"linear_fc1", "weight1"})
+_FUSED: Final = frozenset({"in_proj", "conv1d"})
+"""Layers whose output has several parts (gate and up, ...), each cut over the ranks: what a rank holds is no block of the
+whole, and goes into checkpoints under a name with the number of ranks."""
+
+_EMBEDDING: Final = {"output_layer": "embedding.word_embeddings"}
+"""The name of a tied head."""
+
 _MARKS: Final = {
     "grad_norm_group": "there is one norm of the whole model",
     "is_gtp_weight_remat": "weights are not gathered over ranks of their own",
@@ -133,6 +142,7 @@ _REASONS: Final = {
     ("suggested_communication_unit", "preserve_fp32_", "keep_fp8_", "gradient_reduce_div_"): "parameters are not sharded",
     ("nccl_ub", "disable_symmetric_registration"): "memory is not registered with NCCL",
     ("fp8_", "fp4_", "reuse_grad_buf_for_mxfp8_"): "there are no fp8 and no fp4 parameters",
+    ("optimizer_cuda_graph",): "an update runs Python code, which a captured graph leaves out",
     ("cuda_graph_impl",): "backward runs Python hooks, which a captured graph leaves out",
     ("defer_embedding_wgrad_",): "its gradient would come after the reduction of its bucket",
     ("full_param_layout",): "megabucket makes the layout, which is Megatron's (layout='megatron')",
@@ -150,7 +160,6 @@ _OFFLOADING: Final = "buffers and state stay on their device"
 _INSTEAD: Final = {
     "bucket_groups": "read ddp.wrapper.bucket_groups",
     "expert_parallel_bucket_groups": "read ddp.wrapper.bucket_groups, which has those of experts as well",
-    "expert_parallel_buffers": "read ddp.wrapper.param_and_grad_buffers, which has those of experts as well",
     "free_overlap_buffers": _OFFLOADING,
     "load_parameter_state": _CHECKPOINT.format("load"),
     "offload_grad_buffers": _OFFLOADING,
@@ -174,7 +183,7 @@ def _refuse(owner: object, *, name: str) -> NoReturn:
 
 
 class _Buffers:
-    """In place of ``torch.nn.Module.buffers``, which Megatron's wrapper replaces by a list of its own buffers."""
+    """In place of ``torch.nn.Module.buffers``, which Megatron's wrapper replaces by a list of its own; here there are none."""
 
     def __init__(self, call: Callable[..., Iterable[torch.Tensor]]) -> None:
         self._call = call
@@ -189,11 +198,12 @@ class _Buffers:
             ConfigError: always.
         """
         raise ConfigError(
-            "model.buffers is torch's method, not Megatron's list: read model.wrapper.param_and_grad_buffers. Megatron's own "
-            "get_megatron_optimizer() reads the list: call megabucket.integrations.megatron.get_megatron_optimizer() instead."
+            "Megatron's buffers, which its get_megatron_optimizer() needs, are not here: call "
+            "megabucket.integrations.megatron.get_megatron_optimizer(), and read model.wrapper.param_and_grad_buffers."
         )
 
-    __add__ = __iter__
+    def __add__(self, _: object) -> list[Any]:
+        return []  # at its end Megatron's train() asks those of dense and expert parameters for memory pools of NCCL
 
 
 class DistributedDataParallel(MegatronDDP):
@@ -233,7 +243,7 @@ class DistributedDataParallel(MegatronDDP):
         self.__dict__["wrapper"] = ddp.DistributedDataParallel(
             module, translated, groups=groups, disable_bucketing=disable_bucketing or ranks["pp_group"].rank() > 0
         )
-        self.__dict__["buffers"] = _Buffers(super().buffers)
+        self.__dict__["buffers"] = self.__dict__["expert_parallel_buffers"] = _Buffers(super().buffers)
         self.wrapper: ddp.DistributedDataParallel
         self.params_with_grad = list(self.wrapper.param_names)
         self.overlap_param_gather_with_optimizer_step = False
@@ -513,17 +523,17 @@ def _groups_of(
     replicate = ranks["inter_dist_opt_group"]
     reduction = {"dense": ReductionGroup(ranks["intra_dp_cp_group"], replicate)}
     # Megatron's layers mark parameters as tensor-parallel also where that has one rank.
-    copies, place = {"tp": tp}, None
+    copies, expert_tp = {"tp": tp}, getattr(others, "expt_tp", None) or tp
     if not all(getattr(param, "allreduce", True) for param in module.parameters()):
-        expert_tp = getattr(others, "expt_tp", None) or tp
         reduction["expert"] = ReductionGroup(ranks["intra_expt_dp_group"], replicate)
-        copies["expert_tp"], place = expert_tp, (expert_tp.rank(), expert_tp.size())
-    across = {}
-    ends = getattr(others, "embd", None)
-    if pp.size() > 1 and ends is not None and ends.size() > 1:
-        across = {"embd": ends}
-        if config.virtual_pipeline_model_parallel_size is None:
-            copies, across = {**copies, **across}, {}
+        copies["expert_tp"] = expert_tp
+    ends = getattr(others, "embd", None) if pp.size() > 1 else None
+    tied = {} if ends is None or ends.size() == 1 else {"embd": ends}
+    if pp.size() > 1 and not tied and any(getattr(param, "shared_embedding", False) for param in module.parameters()):
+        raise ConfigError(
+            "the embedding is tied to the head on another pipeline stage: pass pg_collection.embd, the group of both"
+        )
+    is_virtual = config.virtual_pipeline_model_parallel_size is not None  # then the two may be in different chunks
     size = tp.size() * pp.size() * dp.size()
     candidates = (dp, getattr(others, "intra_dist_opt", None), dist.group.WORLD)
     whole = next((group for group in candidates if group is not None and group.size() == size), None)
@@ -532,41 +542,59 @@ def _groups_of(
             f"no process group has all {size} ranks of the model (tp {tp.size()}, pp {pp.size()}, dp {dp.size()}), so they "
             "could not agree on a step and take one norm. Pass pg_collection.intra_dist_opt, a group of all of them."
         )
-    identity = _identities(module, tp=(tp.rank(), tp.size()), expert_tp=place, has_stages=pp.size() > 1)
-    return ParallelGroups(reduction, copies=copies, copies_across=across, identity=identity, norm_group=whole, step_group=whole)
+    return ParallelGroups(
+        reduction,
+        copies=copies if is_virtual else copies | tied,
+        copies_across=tied if is_virtual else {},
+        identity=_identities(module, config, tp=tp, expert_tp=expert_tp, has_stages=pp.size() > 1),
+        norm_group=whole,
+        step_group=whole,
+    )
 
 
 def _identities(
-    module: torch.nn.Module, *, tp: tuple[int, int], expert_tp: tuple[int, int] | None, has_stages: bool
+    module: torch.nn.Module,
+    config: TransformerConfig,
+    *,
+    tp: dist.ProcessGroup,
+    expert_tp: dist.ProcessGroup,
+    has_stages: bool,
 ) -> Callable[[str, Any], ParamIdentity | None]:
     """Return a function of name and parameter: Megatron's attributes, and names of the whole model.
 
-    Layers are numbered by their ``layer_number``, and experts by the ``local_expert_indices`` of the layer around them.
+    Layers are numbered by their ``layer_number``, and experts by the ``local_expert_indices`` of the layer around them. Experts
+    without it keep the local name, which must be a global one already.
     """
     modules = dict(module.named_modules())
-
-    def name_of(name: str) -> str:
-        parts = name.split(".")
-        experts: Sequence[int] | None = None
-        for end in range(1, len(parts)):
-            here = modules[".".join(name.split(".")[:end])] if end < len(parts) else None
-            number = getattr(here, "layer_number", None)
-            if parts[end - 1].isdigit() and isinstance(number, int):
-                parts[end - 1] = str(number - 1)
-            elif parts[end - 1].isdigit() and experts is not None:
-                parts[end - 1] = str(experts[int(parts[end - 1])])
-            experts = getattr(here, "local_expert_indices", experts)
-        return ".".join(parts)
-
-    read = megatron_identity(tp_rank=tp[0], tp_size=tp[1], expert_tp=expert_tp, name_of=name_of)
+    place = (expert_tp.rank(), expert_tp.size())
+    read = megatron_identity(tp_rank=tp.rank(), tp_size=tp.size(), expert_tp=place)
 
     def identity(name: str, param: Any) -> ParamIdentity | None:
-        found = read(name, param)
-        if found and has_stages and getattr(param, "shared_embedding", False):  # Megatron marks only the last stage as shared
-            copies, partial = ((*dict.fromkeys((*of, "embd")),) for of in (found.copies, found.partial))
-            tied = found.global_name.replace("output_layer.weight", "embedding.word_embeddings.weight")
-            found = dataclasses.replace(found, global_name=tied, copies=copies, partial=partial)
-        return found
+        found = read(name, SimpleNamespace(**vars(param) | {"shape": param.shape, "partition_stride": 1}))
+        assert found is not None  # noqa: S101 - for mypy
+        path, is_numbered = name.split("."), False
+        parts, experts = list(path), None
+        for index in range(len(path) - 1):
+            here = modules[".".join(path[: index + 1])]
+            if path[index].isdigit() and isinstance(number := getattr(here, "layer_number", None), int):
+                parts[index] = str(number - 1)
+            elif path[index].isdigit() and experts is not None:
+                parts[index], is_numbered = str(experts[int(path[index])]), True
+            experts = getattr(here, "local_expert_indices", experts)
+        if found.group == "expert" and experts is None and place[1] == 1:
+            return None
+        if found.group == "expert" and experts is not None and not is_numbered:  # one tensor for all of them
+            parts.append(f"of_experts_{experts[0]}_to_{experts[-1]}")
+        is_gated = config.gated_linear_unit and not _GATED.isdisjoint(path)
+        is_fused = is_gated or not _FUSED.isdisjoint(path) or getattr(param, "partition_stride", 1) != 1
+        if is_fused and found.global_shape != tuple(param.shape):
+            parts.append(f"cut_over_{place[1] if found.group == 'expert' else tp.size()}")
+        copies, partial = found.copies, found.partial
+        if has_stages and getattr(param, "shared_embedding", False):
+            # Megatron marks the first stage by this alone, the others as shared as well.
+            copies, partial = ((*dict.fromkeys((*along, "embd")),) for along in (copies, partial))
+            parts = [_EMBEDDING.get(part, part) for part in parts]
+        return dataclasses.replace(found, global_name=".".join(parts), copies=copies, partial=partial)
 
     return identity
 

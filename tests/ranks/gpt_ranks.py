@@ -32,6 +32,8 @@ class Cell:
         transformer: fields of Megatron's ``TransformerConfig``.
         ddp: fields of Megatron's ``DistributedDataParallelConfig``.
         is_tied: whether the output layer has the weight of the embedding.
+        first: the step to begin with; our side loads the checkpoint in ``root`` before it, if that is not 0.
+        root: where our side saves a checkpoint at the end.
     """
 
     sizes: Mapping[str, int]
@@ -41,16 +43,20 @@ class Cell:
     dtype: torch.dtype = torch.float32
     num_microbatches: int = 2
     steps: int = STEPS
+    first: int = 0
+    root: str = ""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one rank: norms and losses by step, weights by chunk and name, and the learning rates at the end."""
+    """Of one rank: norms and losses by step, weights by chunk and name, the learning rates at the end; and, of our side, the
+    place of each weight in the whole model: name, shape and offset."""
 
     norms: list[float]
     losses: list[list[float]]
     weights: dict[str, torch.Tensor]
     rates: list[float]
+    places: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
 
 
 def train(rank: Rank, side: str, cell: Cell) -> Outcome:
@@ -62,99 +68,136 @@ def train(rank: Rank, side: str, cell: Cell) -> Outcome:
 
 def _train(rank: Rank, is_ours: bool, cell: Cell) -> Outcome:
     from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-    from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
-    from megatron_side import on_cpu, step_on_cpu
 
-    from megabucket.integrations import megatron as adapter
+    import megabucket as mb
 
     with mock.patch.multiple(parallel_state, HAVE_EINOPS=True, einops=Einops, create=True):
         parallel_state.initialize_model_parallel(**cell.sizes, create_gloo_process_groups=False)
     moe_utils.te_general_gemm = None  # undefined in the wheel without Transformer Engine
     token_dispatcher.maybe_move_tensor_to_cpu = to_numpy
+    config, chunks, optimizer = built(is_ours, cell)
+    scheduler = scheduler_of(optimizer)
+    try:
+        if cell.first:
+            loaded = mb.load_checkpoint(cell.root, chunks[0].wrapper, optimizer.optimizer, schedulers=scheduler)
+            assert loaded.step == scheduler.num_steps == cell.first
+        norms, losses = trained(is_ours, cell, config, chunks, optimizer, scheduler)
+        if is_ours and cell.root:
+            mb.save_checkpoint(cell.root, chunks[0].wrapper, optimizer.optimizer, step=cell.steps, schedulers=scheduler)
+        if cell.ddp.get("overlap_param_gather"):
+            for chunk in chunks:
+                chunk.disable_forward_pre_hook()
+        weights = {
+            f"{index}.{name}": param.detach().clone()
+            for index, chunk in enumerate(chunks)
+            for name, param in chunk.module.named_parameters()
+        }
+        places = {
+            f"{index}.{name}": (own.global_name, own.global_shape, own.offset)
+            for index, chunk in enumerate(chunks if is_ours else ())
+            for name, own in chunk.wrapper.identities.items()
+        }
+        return Outcome(norms, losses, weights, sorted({group["lr"] for group in optimizer.param_groups}), places)
+    finally:
+        for chunk in chunks if is_ours else ():
+            chunk.wrapper.detach()
+        parallel_state.destroy_model_parallel()
+
+
+def built(is_ours: bool, cell: Cell) -> tuple[Any, list[Any], Any]:
+    """Return Megatron's config, the wrapped chunks and their optimizer."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron_side import on_cpu
+
+    from megabucket.integrations import megatron as adapter
+
     wrapper = adapter.DistributedDataParallel if is_ours else DistributedDataParallel
     make_optimizer = adapter.get_megatron_optimizer if is_ours else get_megatron_optimizer
     options = {"grad_reduce_in_fp32": True, "overlap_grad_reduce": True, "bucket_size": BUCKET_NUMEL, **cell.ddp}
     options["num_distributed_optimizer_instances"] = cell.sizes.get("num_distributed_optimizer_instances", 1)
-    is_sharded, is_bf16 = options.get("use_distributed_optimizer", False), cell.dtype == torch.bfloat16
     with on_cpu():
         config = transformer_config(cell)
-        modules = gpt_chunks(config, cell)
         chunks = [
             wrapper(config, DistributedDataParallelConfig(**options), module, disable_bucketing=index > 0)
-            for index, module in enumerate(modules)
+            for index, module in enumerate(gpt_chunks(config, cell))
         ]
         optimizer_config = OptimizerConfig(
             lr=LEARNING_RATE,
             min_lr=LEARNING_RATE / 10,
             weight_decay=0.1,
             clip_grad=CLIP,
-            use_distributed_optimizer=is_sharded,
+            use_distributed_optimizer=options.get("use_distributed_optimizer", False),
             overlap_param_gather=options.get("overlap_param_gather", False),
-            bf16=is_bf16,
+            bf16=cell.dtype == torch.bfloat16,
             params_dtype=cell.dtype,
         )
         optimizer = make_optimizer(optimizer_config, chunks, use_gloo_process_groups=False)
-    scheduler = OptimizerParamScheduler(
+    # As train() of Megatron-LM sets them.
+    no_syncs, starts, gathers = zip(
+        *((chunk.no_sync, chunk.start_grad_sync, chunk.start_param_sync) for chunk in chunks), strict=True
+    )
+    config.no_sync_func = list(no_syncs) if len(chunks) > 1 else no_syncs[0]
+    if len(chunks) > 1:
+        config.grad_sync_func = list(starts)  # align_grad_reduce
+    if options.get("align_param_gather"):
+        config.param_sync_func = list(gathers) if len(chunks) > 1 else gathers[0]
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    return config, chunks, optimizer
+
+
+def scheduler_of(optimizer: Any) -> Any:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=LEARNING_RATE,
         min_lr=LEARNING_RATE / 10,
         lr_warmup_steps=2,
-        lr_decay_steps=cell.steps,
+        lr_decay_steps=STEPS,
         lr_decay_style="cosine",
         start_wd=0.1,
         end_wd=0.2,
-        wd_incr_steps=cell.steps,
+        wd_incr_steps=STEPS,
         wd_incr_style="linear",
     )
-    no_syncs, starts = [chunk.no_sync for chunk in chunks], [chunk.start_grad_sync for chunk in chunks]
-    config.no_sync_func = no_syncs if len(chunks) > 1 else no_syncs[0]
-    if len(chunks) > 1:
-        config.grad_sync_func = starts  # align_grad_reduce
-    config.finalize_model_grads_func = finalize_model_grads
-    config.grad_scale_func = optimizer.scale_loss
-    dp_rank = parallel_state.get_data_parallel_rank()
+
+
+def trained(
+    is_ours: bool, cell: Cell, config: Any, chunks: list[Any], optimizer: Any, scheduler: Any
+) -> tuple[list[float], list[list[float]]]:
+    """Train as ``train_step`` of Megatron-LM does; return norms and losses by step."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron_side import on_cpu, step_on_cpu
+
     norms, losses = [], []
-    try:
-        for step in range(cell.steps):
-            for chunk in chunks:
-                chunk.zero_grad_buffer()
-            optimizer.zero_grad()
-            with on_cpu():
-                found = get_forward_backward_func()(
-                    forward_step_func=forward_step(config),
-                    data_iterator=[batches(step, dp_rank, cell.num_microbatches) for _ in chunks],
-                    model=chunks,
-                    num_microbatches=cell.num_microbatches,
-                    seq_length=SEQUENCE,
-                    micro_batch_size=BATCH,
-                )
-            losses.append([float(one["loss"]) for one in found])
-            if is_ours:
-                updated, norm, _ = optimizer.step()
-                assert updated
-            else:
-                norm = step_on_cpu(optimizer)
-            scheduler.step(1)
-            norms.append(norm)
-        if options.get("overlap_param_gather"):
-            for chunk in chunks:
-                chunk.disable_forward_pre_hook()
-        weights = {
-            f"{index}.{name}": param.detach().clone()
-            for index, module in enumerate(modules)
-            for name, param in module.named_parameters()
-        }
-        return Outcome(norms, losses, weights, sorted({group["lr"] for group in optimizer.param_groups}))
-    finally:
+    for step in range(cell.first, cell.steps):
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        dp_rank = parallel_state.get_data_parallel_rank()
+        with on_cpu():
+            found = get_forward_backward_func()(
+                forward_step_func=forward_step(config),
+                data_iterator=[batches(step, dp_rank, cell.num_microbatches) for _ in chunks],
+                model=chunks,
+                num_microbatches=cell.num_microbatches,
+                seq_length=SEQUENCE,
+                micro_batch_size=BATCH,
+            )
+        losses.append([float(one["loss"]) for one in found])
         if is_ours:
-            for chunk in chunks:
-                chunk.wrapper.detach()
-        parallel_state.destroy_model_parallel()
+            updated, norm, _ = optimizer.step()
+            assert updated
+        else:
+            norm = step_on_cpu(optimizer)
+        scheduler.step(1)
+        norms.append(norm)
+    return norms, losses
 
 
 class Einops:
@@ -241,8 +284,10 @@ class Norm(torch.nn.LayerNorm):
 
 
 def batches(step: int, dp_rank: int, num_microbatches: int) -> Iterator[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + dp_rank)
-    return iter(torch.randint(VOCABULARY, (num_microbatches, BATCH, SEQUENCE + 1), generator=generator))
+    """Yield a rank's part of the step's batch, which is the same for any number of ranks."""
+    for index in range(dp_rank * num_microbatches, (dp_rank + 1) * num_microbatches):
+        generator = torch.Generator().manual_seed(1000 * step + index)
+        yield torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
 
 
 def forward_step(config: Any) -> Callable[..., Any]:

@@ -625,12 +625,13 @@ def as_megatron_sees_it(rank: Rank) -> None:
         assert unwrap_model([ddp]) == [module]
         assert get_model_config(ddp) is transformer
         assert list(unwrap_model(ddp).state_dict()) == ["weight", "bias"]
-        assert list(ddp.buffers()) == list(torch.nn.Linear(3, 3).buffers())
+        assert list(ddp.buffers()) == ddp.buffers + ddp.expert_parallel_buffers == []
+        assert "read model.wrapper.param_and_grad_buffers" in text_of(list, ddp.expert_parallel_buffers)
         assert set(vars(distributed.DistributedDataParallel)) <= set(vars(adapter.DistributedDataParallel))  # nothing inherited
         config = OptimizerConfig(lr=0.1, **SHARDED)
         with on_cpu():
             text = text_of(optimizer.get_megatron_optimizer, config, [ddp], None, False)
-        assert "megabucket.integrations.megatron.get_megatron_optimizer()" in text
+        assert "call megabucket.integrations.megatron.get_megatron_optimizer()" in text
         made = adapter.get_megatron_optimizer(config, ddp)
         assert made.chained_optimizers == [made]
         assert made.prepare_model_params_for_param_sync() is None
@@ -702,7 +703,7 @@ def surfaces(rank: Rank) -> tuple[set[str], set[str]]:
                 assert "step() counts zeros" in text_of(getattr(optimizer, name))
                 refused.add(name)
         for owner, name, instead in (
-            (ddp, "expert_parallel_buffers", "read ddp.wrapper.param_and_grad_buffers"),
+            (ddp, "expert_parallel_bucket_groups", "read ddp.wrapper.bucket_groups"),
             (optimizer, "save_parameter_state", "call megabucket.save_checkpoint"),
         ):
             with pytest.raises(AttributeError, match=f"of the adapter has no {name}; {instead}"):
