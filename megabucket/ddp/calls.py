@@ -183,7 +183,7 @@ def agree_on_call(
         for name, group in ranks.by_name.items()
         for prefix, communicator, place in zip(("", "replicate= of "), group.communicators, group.places, strict=False)
     ]
-    keys = {copies_key(along): communicator for along, communicator in ranks.copies.items()}
+    keys = {copies_key(along): communicator for along, communicator in ranks.all_copies.items()}
     inner += [(key, communicator, by_group[key]) for key, communicator in keys.items() if key in by_group]
     for name, communicator, equal in inner:  # all of them, because other ranks may find no difference
         inside = Fence(communicator, num_buckets=0, policy=ranks.by_name[DENSE].policy, device=fence.device)

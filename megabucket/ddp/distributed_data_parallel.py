@@ -445,7 +445,8 @@ class DistributedDataParallel(torch.nn.Module):
         params = {name: param for name, param in self.module.named_parameters() if not param.is_meta}
         for name in by_place(params.keys() & self.identities.keys(), self.identities):
             for along in self.identities[name].partial:
-                broadcast_replica(params[name], self.ranks.copies[along])
+                if along in self.ranks.copies:
+                    broadcast_replica(params[name], self.ranks.copies[along])
 
     # The wrapper as a module #
 

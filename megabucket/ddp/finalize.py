@@ -12,12 +12,13 @@ ranks that own the same one; wrapping has compared that they do. The norm comes 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from numbers import Real
 
 import torch
 
-from megabucket.comm import AllReduce, Broadcast
+from megabucket.comm import AllReduce, Broadcast, Communicator
 from megabucket.ddp.backward import refuse_in_backward
 from megabucket.ddp.distributed_data_parallel import DistributedDataParallel
 from megabucket.ddp.groups import DENSE
@@ -64,7 +65,10 @@ def finalize_grads(
     for ddp in wrappers:
         if not ddp.sync.skip_reason:
             with ddp.sync.failing_on_all_ranks("finalize_grads()", UPDATING):
-                _sum_over_copies(ddp)
+                _sum_over_copies([ddp], ddp.ranks.copies)
+    if not any(ddp.sync.skip_reason for ddp in wrappers):
+        with wrappers[0].sync.failing_on_all_ranks("finalize_grads()", UPDATING):
+            _sum_over_copies(wrappers, wrappers[0].ranks.copies_across)
     if tokens is not None:
         with wrappers[0].sync.failing_on_all_ranks("finalize_grads()", UPDATING):
             total = _total_tokens(wrappers[0], tokens)
@@ -101,10 +105,10 @@ def _checked(num_tokens: object, ddp: DistributedDataParallel) -> float:
     )
 
 
-def _sum_over_copies(ddp: DistributedDataParallel) -> None:
-    for along, communicator in ddp.ranks.copies.items():
+def _sum_over_copies(wrappers: Sequence[DistributedDataParallel], copies: Mapping[str, Communicator]) -> None:
+    for along, communicator in copies.items():
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for piece in _pieces(ddp, along):
+        for piece in _pieces(wrappers, along):
             by_dtype.setdefault(piece.dtype, []).append(piece)
         for pieces in by_dtype.values():
             # One collective for many small tensors; no copy for a single large one.
@@ -112,14 +116,14 @@ def _sum_over_copies(ddp: DistributedDataParallel) -> None:
             communicator.launch([AllReduce(flat)], label=f"gradients along {along}").wait()
             if flat is not pieces[0]:
                 torch._foreach_copy_(pieces, list(flat.split([piece.numel() for piece in pieces])))
-    for group in ddp.bucket_groups:
+    for group in chain.from_iterable(ddp.bucket_groups for ddp in wrappers if copies):
         group.copy_to_local_grads()
 
 
-def _pieces(ddp: DistributedDataParallel, along: str) -> Iterator[torch.Tensor]:
+def _pieces(wrappers: Iterable[DistributedDataParallel], along: str) -> Iterator[torch.Tensor]:
     """Yield this rank's pieces of gradients that are partial along a dimension, in the same order on all ranks."""
     found: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
-    for group in ddp.bucket_groups:
+    for ddp, group in ((owner, group) for owner in wrappers for group in owner.bucket_groups):
         for bucket in group.buckets:
             buffer = bucket.buffer
             if not ddp.policy.is_sharded or bucket.slots[0].param.grad is bucket.slots[0].in_buffer:  # or force_all_reduce

@@ -88,6 +88,9 @@ class ParallelGroups:
             (``tensor_model_parallel``, ``partition_dim``, ``shared``); ``expert_tp`` is for experts cut over other ranks.
         copies: ranks that hold copies of parameters, by the names in identities; also the pipeline stages, as ``pp``, for
             the token count of ``finalize_grads``.
+        copies_across: as ``copies``, for copies that may be in other wrappers of their ranks: the chunks of a virtual
+            pipeline, of which the first has the embedding and the last the head. ``ChainedOptimizer`` compares them and makes
+            them equal, and ``finalize_grads`` sums them over all wrappers.
         norm_group: all ranks that hold parts of the model; the norm over them counts each element once. With all-reduced
             gradients the ranks of one replica are enough. ``None``: the ranks that agree on steps. With a single group a norm
             is then refused if other ranks hold parts or copies, or agree on steps as well.
@@ -99,6 +102,7 @@ class ParallelGroups:
     group_of: GroupOf | None = None
     identity: IdentityOf | None = None
     copies: Mapping[str, Any] = field(default_factory=dict)
+    copies_across: Mapping[str, Any] = field(default_factory=dict)
     norm_group: Any = None
     step_group: Any = None
 
@@ -134,6 +138,7 @@ class RankGroups:
         step: all ranks that agree on steps and calls; it contains every reduction group.
         norm: all ranks that hold different parts of the model; ``None``: those of ``dense``.
         copies: ranks that hold copies of a parameter, by the names in identities.
+        copies_across: the same, for copies that may be in other wrappers.
     """
 
     def __init__(
@@ -143,11 +148,12 @@ class RankGroups:
         step: Communicator,
         norm: Communicator | None = None,
         copies: Mapping[str, Communicator] | None = None,
+        copies_across: Mapping[str, Communicator] | None = None,
         owned: Sequence[Communicator] = (),
     ) -> None:
         self.by_name = dict(by_name)
         self.step, self.norm = step, norm
-        self.copies = dict(copies or {})
+        self.copies, self.copies_across = dict(copies or {}), dict(copies_across or {})
         self._owned = tuple(owned)
         self.has_same_params = len(self.by_name) == 1 and self.by_name[DENSE].communicator is step
         """Whether all ranks that agree on steps hold the same parameters."""
@@ -156,8 +162,13 @@ class RankGroups:
     def communicators(self) -> list[Communicator]:
         """All communicators, each once, to notify when a rank breaks off."""
         of_groups = chain.from_iterable(group.communicators for group in self.by_name.values())
-        found = [self.step, *of_groups, *self.copies.values()]
+        found = [self.step, *of_groups, *self.all_copies.values()]
         return list(dict.fromkeys(found if self.norm is None else [*found, self.norm]))
+
+    @property
+    def all_copies(self) -> dict[str, Communicator]:
+        """The ranks of ``copies`` and of ``copies_across``."""
+        return self.copies | self.copies_across
 
     def close(self) -> None:
         """Close the communicators that were made for the wrapper."""
@@ -180,10 +191,13 @@ class RankGroups:
         for alike in replicas if is_sharded else [shards]:
             if alike.members[alike.rank] != next(filter(self.norm.members.__contains__, alike.members)):
                 return False
-        return all(self.copies[name].members[0] in shards.members for name in identity.copies)
+        return all(self.all_copies[name].members[0] in shards.members for name in identity.copies)
 
     def writes(self, identity: ParamIdentity) -> bool:
-        """Return whether the reduction group of this rank holds the first of all copies of a parameter, for checkpoints."""
+        """Return whether the reduction group of this rank holds the first of all copies of a parameter, for checkpoints.
+
+        Copies in other wrappers do not count: each wrapper has its own checkpoint.
+        """
         group = self.by_name[identity.group]
         first = [self.copies[name].members[0] for name in identity.copies if name in self.copies]
         return group.replica == 0 and all(rank in group.communicator.members for rank in first)
@@ -256,7 +270,7 @@ def discover(
     groups = {name: as_group(given.reduction[name]) for name in names}
     replicated = {name: group for name, group in groups.items() if group.replicate is not None}
     candidates = {name: group.ranks for name, group in groups.items()}
-    copies = {copies_key(name): ranks for name, ranks in given.copies.items()}
+    copies = {copies_key(name): ranks for name, ranks in {**given.copies, **given.copies_across}.items()}
     obstacles = [_find_obstacle(name, group, policy) for name, group in groups.items()]
     if given.norm_group is not None:
         inside, why = {**(candidates if policy.is_sharded else {}), **copies}, "gradients would be missing in the norm"
@@ -280,8 +294,11 @@ def discover(
         divisor = math.prod(one.size for one in by_name[DENSE].communicators) if group.divisor is None else group.divisor
         by_name[name] = reduction._replace(divisor=float(divisor))
     norm = made.communicator(given.norm_group) if given.norm_group is not None else step if len(by_name) > 1 else None
-    known = {name: made.communicator(ranks) for name, ranks in sorted(given.copies.items())}
-    return RankGroups(by_name, step=step, norm=norm, copies=known, owned=made.owned)
+    known, across = (
+        {name: made.communicator(ranks) for name, ranks in sorted(ranks_of.items())}
+        for ranks_of in (given.copies, given.copies_across)
+    )
+    return RankGroups(by_name, step=step, norm=norm, copies=known, copies_across=across, owned=made.owned)
 
 
 def communicator_for(
@@ -453,7 +470,7 @@ def identify(module: torch.nn.Module, ranks: RankGroups, given: ParallelGroups |
         ConfigError: a parameter is claimed by two groups, or by a missing one; or identities contradict each other.
     """
     group_of, identity = (None, None) if given is None else (given.group_of, given.identity)
-    if identity is None and not ranks.copies.keys().isdisjoint(("tp", "embd")):
+    if identity is None and not ranks.all_copies.keys().isdisjoint(("tp", "embd")):
         place = {name: (ranks.copies[name].rank, ranks.copies[name].size) for name in ranks.copies}
         tp_rank, tp_size = place.get("tp", (0, 1))
         identity = megatron_identity(tp_rank=tp_rank, tp_size=tp_size, expert_tp=place.get("expert_tp"))
@@ -475,7 +492,7 @@ def identify(module: torch.nn.Module, ranks: RankGroups, given: ParallelGroups |
                 f"parameter {name!r} is of group {groups[0]!r}; the wrapper has {name_list(list(ranks.by_name))}. Pass "
                 f"groups= with the ranks that hold the same parameters of {groups[0]!r}"
             )
-    unknown = sorted({copy for one in found.values() for copy in one.copies} - set(ranks.copies))
+    unknown = sorted({copy for one in found.values() for copy in one.copies} - set(ranks.all_copies))
     if unknown and ranks.norm is not None:
         raise ConfigError(f"identities have copies along {name_list(unknown)}: pass copies={{name: ranks}} for each of them")
     check_identities(found, {name: tuple(param.shape) for name, param in module.named_parameters()})

@@ -43,9 +43,13 @@ _AROUND: Final = "around this module"
 
 
 def _kind_of(value: object) -> str | None:
-    """Return the class of ``value``, or the base of it, that is a wrapper of another library."""
+    """Return the class of ``value``, or the base of it, that is a wrapper of another library.
+
+    An adapter's wrapper, which may be one for ``isinstance``, has none of its buffers.
+    """
     names = (f"{base.__module__}.{base.__qualname__}" for base in type(value).__mro__)
-    return next((name for name in names if name in _REMEDIES), None)
+    found = next((name for name in names if name in _REMEDIES or name.startswith("megabucket.integrations.")), None)
+    return found if found in _REMEDIES else None
 
 
 def _owned_by(owner: torch.nn.Module, child: torch.nn.Module | None = None) -> Iterable[torch.nn.Parameter]:

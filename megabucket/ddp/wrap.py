@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any, Final, NoReturn, Protocol
@@ -229,7 +229,7 @@ def _check_finish(params: Mapping[str, torch.Tensor], policy: StepPolicy, ranks:
         return
     delayed = [name for name, param in params.items() if getattr(param, "skip_backward_post_hook", False)]
     why = f"gradients of {name_list(delayed)} may come after backward (skip_backward_post_hook=True)" if delayed else ""
-    if not ranks.copies.keys().isdisjoint(("pp", "embd")):
+    if not ranks.all_copies.keys().isdisjoint(("pp", "embd")):
         why = "an earlier pipeline stage waits for the result of backward on a later one"
     if why:
         raise ConfigError(
@@ -298,13 +298,14 @@ def partial_entries(
     identities: Mapping[str, ParamIdentity],
     layout: ModelLayout,
     ranks: RankGroups,
+    copies: Iterable[str],
 ) -> dict[str, list[Entry]]:
-    """Return, for each of ``ranks.copies``, entries of the parameters whose gradients its ranks sum, frozen ones included.
+    """Return, for each of some ``copies``, entries of the parameters whose gradients its ranks sum, frozen ones included.
 
     With shards each rank sums the part that it owns, so the parameters must have equal places in their buckets, and the ranks
     must own the same shard.
     """
-    entries: dict[str, list[Entry]] = {copies_key(along): [] for along in ranks.copies}
+    entries: dict[str, list[Entry]] = {copies_key(along): [] for along in copies}
     slots = {name: buffer for buffer in layout.buffers for name in buffer.params}
     for name in by_place((name for name in params if identities[name].partial), identities):
         identity, facts = identities[name], ["frozen"]
@@ -317,8 +318,8 @@ def partial_entries(
                 facts.append(f"as shard {ranks.by_name[identity.group].communicator.rank} of {buffer.num_shards}")
                 facts.append("(param.shared_embedding = True gives it a bucket of its own)")
         entry = _entry_of(f"{identity.global_name} at {identity.offset} of shape", params[name], *facts)
-        for along in identity.partial:
-            entries[copies_key(along)].append(entry)
+        for key in entries.keys() & map(copies_key, identity.partial):
+            entries[key].append(entry)
     return entries
 
 
@@ -575,7 +576,7 @@ def _agree_on_model(
         by_group = model_entries(module, config, identities)
         for of_group in by_group.values() if len(ranks.by_name) > 1 else ():
             of_group.append(("groups of the buckets, in launch order", *order))
-        copies = partial_entries(dict(module.named_parameters()), identities, layout, ranks)
+        copies = partial_entries(dict(module.named_parameters()), identities, layout, ranks, ranks.copies)
         call.by_group = {**by_group, **copies}
     if groups is not None:
         _compare_identities(module, identities, ranks, groups)

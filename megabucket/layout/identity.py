@@ -106,7 +106,7 @@ def megatron_identity(
         is_cut = getattr(param, "tensor_model_parallel", False)
         if is_cut:
             dim, stride = getattr(param, "partition_dim", -1), getattr(param, "partition_stride", 1)
-            if stride != 1 or not 0 <= dim < len(shape):
+            if (stride != 1 and size > 1) or not 0 <= dim < len(shape):
                 raise LayoutError(
                     f"parameter {name!r} of shape {tuple(shape)} is no contiguous block of a larger one: partition_dim={dim}, "
                     f"partition_stride={stride}. Give identity= a function that knows where its parts belong"

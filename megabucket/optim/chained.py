@@ -20,7 +20,10 @@ from typing import Any
 import torch
 
 from megabucket.ddp.optimizer_guard import SteppingForWrapper
+from megabucket.ddp.replicas import broadcast_replica
+from megabucket.ddp.report import Entry
 from megabucket.ddp.step import UPDATING, GradSync, all_or_none
+from megabucket.ddp.wrap import partial_entries
 from megabucket.errors import ConfigError
 from megabucket.optim.distributed_optimizer import NO_COPIES, DistributedOptimizer, StepResult
 from megabucket.optim.norm import check_norm_settings
@@ -63,8 +66,35 @@ class ChainedOptimizer(SteppingForWrapper):
             self.clip_grad = float(clip_grad)
             self._check_members()
             call.entries = [(f"{len(self.optimizers)} optimizers,", "clip_grad", self.clip_grad)]
+            call.by_group = self._entries_across()
+            call.open()
+            self._broadcast_across()
         for optimizer in self.optimizers:
             optimizer.scaled_with = self
+
+    def _entries_across(self) -> dict[str, list[Entry]]:
+        """Return entries of the parameters that have copies in other wrappers, which must be equal on their ranks."""
+        found: dict[str, list[Entry]] = {}
+        for ddp in (optimizer.ddp for optimizer in self.optimizers):
+            params = dict(ddp.module.named_parameters())
+            for key, entries in partial_entries(params, ddp.identities, ddp.layout, ddp.ranks, ddp.ranks.copies_across).items():
+                found[key] = sorted([*found.get(key, ()), *entries], key=str)
+        return found
+
+    @torch.no_grad()
+    def _broadcast_across(self) -> None:
+        """Make tied weights in different wrappers equal, as wrapping does with those of one."""
+        wrappers = [optimizer.ddp for optimizer in self.optimizers if optimizer.ddp.ddp_config.init_sync]
+        for along in self.optimizers[0].ddp.ranks.copies_across if wrappers else ():
+            tied = {
+                (ddp.identities[name].global_name, ddp.identities[name].offset): (param, ddp)
+                for ddp in wrappers
+                for name, param in ddp.module.named_parameters()
+                if along in ddp.identities[name].partial
+            }
+            for _, (param, ddp) in sorted(tied.items()):
+                broadcast_replica(param, self.optimizers[0].ddp.ranks.copies_across[along])
+                ddp.note_written()
 
     def _check_members(self) -> None:
         """Refuse optimizers that cannot agree on one step, or on one norm."""

@@ -19,7 +19,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglo
 # tests/integrations runs what needs a framework, and make frameworks runs these tests.
 OF_FRAMEWORKS = {
     *("lightning.md", "hugging-face.md", "megatron-core.md"),
-    *("lightning_trainer.py", "hugging_face_trainer.py", "megatron_loop.py"),
+    *("lightning_trainer.py", "hugging_face_trainer.py", "megatron_loop.py", "megatron_tensor_parallel.py"),
 }
 # By day smaller tests hold what these show: README's loop, tests/checkpoint, and in tests/ranks test_ladder_example.py,
 # test_context_parallel_example.py, test_fabric.py, test_pipeline_example.py, test_two_dimensions_example.py and

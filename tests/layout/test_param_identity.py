@@ -118,6 +118,11 @@ class TestMegatron:
             f"partition_stride={stride}. Give identity= a function that knows where its parts belong"
         )
 
+    def test_on_one_rank_the_parts_of_a_fused_layer_are_together(self):
+        gated = param(8, 3, tensor_model_parallel=True, partition_dim=0, partition_stride=2)
+
+        assert megatron_identity(tp_rank=0, tp_size=1)("mlp.fc1", gated) == plain_identity("mlp.fc1", (8, 3))
+
     def test_a_cut_without_a_dimension_is_refused(self):
         text = refusal(lambda: self.identity("head", param(8, 3, tensor_model_parallel=True)))
 

@@ -16,6 +16,20 @@ def pool() -> Iterator[WorkerPool]:
     pool.close()
 
 
+@pytest.fixture(scope="module")
+def pool_of_one() -> Iterator[WorkerPool]:
+    pool = WorkerPool(num_ranks=1)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def pool_of_two() -> Iterator[WorkerPool]:
+    pool = WorkerPool(num_ranks=2)
+    yield pool
+    pool.close()
+
+
 @pytest.fixture(scope="session")
 def alone() -> SingleProcess:
     return SingleProcess()

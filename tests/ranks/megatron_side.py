@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -25,6 +25,7 @@ with warnings.catch_warnings():
     from megatron.core.optimizer import optimizer as megatron_optimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer import TransformerConfig
 
 
@@ -135,18 +136,23 @@ class MegatronSide:
         """Clip gradients that are reduced, and update; return the norm."""
         for optimizer in self.optimizers:
             optimizer.config.clip_grad = threshold
-        with (
-            on_cpu(),
-            mock.patch.object(megatron_optimizer, "get_grad_norm_fp32", _norm_in_float64),
-            mock.patch.object(megatron_optimizer, "clip_grad_by_total_norm_fp32", _clip),
-        ):
-            updated, norm, _ = self.optimizer.step()
-        assert updated
-        return _rounded(norm)
+        return step_on_cpu(self.optimizer)
 
     def close(self) -> None:
         """Forget Megatron's global groups."""
         parallel_state.destroy_model_parallel()
+
+
+def step_on_cpu(optimizer: Any) -> float:
+    """Take a step of one of Megatron's optimizers, and return the norm before clipping."""
+    with (
+        on_cpu(),
+        mock.patch.object(megatron_optimizer, "get_grad_norm_fp32", _norm_in_float64),
+        mock.patch.object(megatron_optimizer, "clip_grad_by_total_norm_fp32", _clip),
+    ):
+        updated, norm, _ = optimizer.step()
+    assert updated
+    return _rounded(norm)
 
 
 def _norm_in_float64(grads_for_norm: Iterable[torch.Tensor], *, grad_stats_parallel_group: dist.ProcessGroup) -> float:
@@ -172,9 +178,10 @@ def _rounded(norm: float) -> float:
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """Replace what Megatron asks CUDA for: the current device, tensors on it (the schedule counts tokens in one of zeros), and
-    the names of its tensor types."""
+    """Replace what Megatron asks CUDA for: the current device, tensors on it (the schedule counts tokens in one of zeros), the
+    names of its tensor types, streams (a CPU has one) and their random numbers (no layer of the tests drops anything)."""
     make_tensor, make_zeros, type_of = torch.tensor, torch.zeros, torch.Tensor.type
+    stream = mock.Mock()
 
     def tensor(*args: Any, **kwargs: Any) -> torch.Tensor:
         return make_tensor(*args, **{**kwargs, "device": "cpu"})
@@ -191,5 +198,9 @@ def on_cpu() -> Iterator[None]:
         mock.patch.object(torch, "tensor", tensor),
         mock.patch.object(torch, "zeros", zeros),
         mock.patch.object(torch.Tensor, "type", type_as_on_cuda),
+        mock.patch.object(torch.Tensor, "cuda", lambda self: self),
+        mock.patch.multiple(torch.cuda, Stream=stream, default_stream=stream, current_stream=stream),
+        mock.patch.object(torch.cuda, "stream", return_value=nullcontext()),
+        mock.patch.object(CudaRNGStatesTracker, "fork", return_value=nullcontext()),
     ):
         yield

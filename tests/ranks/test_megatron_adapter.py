@@ -303,22 +303,6 @@ def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: param.detach().clone() for name, param in module.named_parameters()}
 
 
-def pool_of(num_ranks: int) -> Iterator[WorkerPool]:
-    pool = WorkerPool(num_ranks=num_ranks)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def pool_of_one():
-    yield from pool_of(1)
-
-
-@pytest.fixture(scope="module")
-def pool_of_two():
-    yield from pool_of(2)
-
-
 def assert_equal(pool: WorkerPool, case: Case, *, ranks: int) -> None:
     ours = pool.run(train, "ours", case, ranks=ranks)
     theirs = pool.run(train, "theirs", case, ranks=ranks)
@@ -453,16 +437,15 @@ def test_a_step_after_loading_equals_the_one_after_saving_and_overflows_lower_th
 
 
 REFUSED_DDP = """
-    align_param_gather data_parallel_sharding_strategy disable_symmetric_registration fp8_param_gather fsdp_double_buffer
-    fsdp_manual_registration gradient_reduce_div_fusion keep_fp8_transpose_cache nccl_ub num_distributed_optimizer_instances
-    outer_dp_sharding_strategy preserve_fp32_weights reuse_grad_buf_for_mxfp8_param_ag suggested_communication_unit_size
-    use_custom_fsdp use_megatron_fsdp
+    data_parallel_sharding_strategy disable_symmetric_registration fp8_param_gather fsdp_double_buffer
+    fsdp_manual_registration gradient_reduce_div_fusion keep_fp8_transpose_cache nccl_ub outer_dp_sharding_strategy
+    preserve_fp32_weights reuse_grad_buf_for_mxfp8_param_ag suggested_communication_unit_size use_custom_fsdp use_megatron_fsdp
 """
 REFUSED_OPTIMIZER = """
     apply_wd_to_qk_layernorm config_logger_dir decoupled_lr decoupled_min_lr fp8_recipe optimizer optimizer_cpu_offload
     overlap_param_gather_with_optimizer_step reuse_grad_buf_for_mxfp8_param_ag use_precision_aware_optimizer
 """
-REFUSED_TRANSFORMER = "cuda_graph_impl expert_tensor_parallel_size pipeline_model_parallel_size tensor_model_parallel_size"
+REFUSED_TRANSFORMER = "cuda_graph_impl defer_embedding_wgrad_compute"
 MISSING = """
     bucket_groups bucket_size expert_parallel_bucket_groups grad_accs load_parameter_state
     offload_grad_buffers param_to_bucket_group remove_forward_pre_hook_handles restore_grad_buffers save_parameter_state
@@ -511,6 +494,8 @@ def refused_fields(rank: Rank) -> dict[str, tuple[str, str]]:
         found[name] = (f"{name}={value} (must be {supported}: ", text_of(as_optimizer, OptimizerConfig(**{name: value})))
     as_optimizer(OptimizerConfig(lr=1e-3, weight_decay=1e-2, min_lr=1e-5, barrier_with_L1_time=True, muon_momentum=0.5))
     as_optimizer(OptimizerConfig(optimizer="sgd"))
+    known = {*adapter._KNOWN.split(), *adapter._ONE_TRANSFORMER}
+    assert vars(adapter.ModelParallelConfig()).keys() <= known  # those of this version; later ones are refused
     return found
 
 
@@ -531,6 +516,144 @@ def test_each_field_without_a_counterpart_is_refused_by_name(pool_of_one):
     assert found["nccl_ub"][1].endswith(
         "memory is not registered with NCCL). All refused fields are in docs/migrate/megatron.md."
     )
+
+
+def later_versions(rank: Rank) -> dict[str, str]:
+    """Return the texts for what versions after this one have, and check what is taken of them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core import parallel_state
+        from megatron.core.distributed import DistributedDataParallelConfig
+        from megatron.core.model_parallel_config import ModelParallelConfig
+        from megatron.core.optimizer import OptimizerConfig
+
+        from megabucket.integrations import megatron as adapter
+
+    @dataclasses.dataclass
+    class LaterWrapperConfig(DistributedDataParallelConfig):
+        num_buckets: int | None = None
+        param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
+        fp4_param_gather: bool = False
+        of_tomorrow: int = 0
+
+    @dataclasses.dataclass
+    class LaterOptimizerConfig(OptimizerConfig):
+        grad_norm_skip_threshold: float = float("inf")
+        lion_beta1: float = 0.95
+        optimizer_cuda_graph: bool = False
+
+    @dataclasses.dataclass
+    class LaterModelConfig(ModelParallelConfig):
+        gtp_weight_remat_size: int = 1
+        of_tomorrow: int = 0
+
+    taken = adapter.config_from(LaterWrapperConfig(num_buckets=3, param_name_patterns_for_fp32_local_accumulation=("*.bias",)))
+    assert (taken.num_buckets, taken.param_name_patterns_for_fp32_local_accumulation) == (3, ("*.bias",))
+    assert adapter.config_from(LaterWrapperConfig(num_buckets=3, bucket_size=400)).bucket_size == 400
+    found = {
+        name: text_of(adapter.config_from, LaterWrapperConfig(**{name: 1})) for name in ("fp4_param_gather", "of_tomorrow")
+    }
+
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    transformer, _ = transformer_config({})
+    own = DistributedDataParallelConfig()
+    wrappers = []
+
+    def wrap(**arguments: Any) -> Any:
+        wrappers.append(adapter.DistributedDataParallel(transformer, own, torch.nn.Linear(3, 3), **arguments))
+        return wrappers[-1]
+
+    def wrap_marked(mark: str) -> None:
+        module = torch.nn.Linear(3, 3)
+        setattr(module.weight, mark, "mtp")
+        adapter.DistributedDataParallel(transformer, own, module)
+
+    try:
+        for mark in ("grad_norm_group", "is_gtp_weight_remat"):
+            found[mark] = text_of(wrap_marked, mark)
+        found["full_param_layout"] = text_of(lambda: wrap(full_param_layout=object()))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(adapter, "ModelParallelConfig", LaterModelConfig)
+            for name in ("gtp_weight_remat_size", "of_tomorrow"):
+                patch.setattr(transformer, "gtp_weight_remat_size", 1, raising=False)
+                patch.setattr(transformer, "of_tomorrow", 0, raising=False)
+                patch.setattr(transformer, name, 2)
+                found[f"model's {name}"] = text_of(wrap)
+        ddp = wrap(full_param_layout=None)
+        config = LaterOptimizerConfig(lr=0.1, grad_norm_skip_threshold=1e-9, lion_beta1=0.5)
+        found["dump_param_to_param_group_map"] = text_of(
+            lambda: adapter.get_megatron_optimizer(config, [ddp], dump_param_to_param_group_map="somewhere")
+        )
+        graph = LaterOptimizerConfig(lr=0.1, optimizer_cuda_graph=True)
+        found["optimizer_cuda_graph"] = text_of(adapter.get_megatron_optimizer, graph, [ddp])
+        optimizer = adapter.get_megatron_optimizer(config, ddp)
+        ddp(torch.ones(2, 3)).sum().backward()
+        ddp.finish_grad_sync()
+        assert optimizer.step()[0] is False  # the threshold
+        return found
+    finally:
+        for ddp in wrappers:
+            ddp.wrapper.detach()
+        parallel_state.destroy_model_parallel()
+
+
+def test_what_later_versions_have_is_taken_or_refused_by_name(pool_of_one):
+    (found,) = pool_of_one.run(later_versions, ranks=1)
+
+    for name, text in found.items():
+        assert name.removeprefix("model's ") in text
+        assert ("not known to the adapter" in text) == ("of_tomorrow" in name)
+
+
+def as_megatron_sees_it(rank: Rank) -> None:
+    """Check what Megatron's training loop asks of a wrapper and an optimizer by their classes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core import distributed, optimizer, parallel_state
+        from megatron.core.optimizer import OptimizerConfig
+        from megatron.core.utils import get_model_config, unwrap_model
+        from megatron_side import on_cpu
+
+        from megabucket.integrations import megatron as adapter
+
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    transformer, _ = transformer_config({})
+    module = torch.nn.Linear(3, 3)
+    ddp = adapter.DistributedDataParallel(transformer, distributed.DistributedDataParallelConfig(**SHARDED), module)
+    try:
+        assert isinstance(ddp, distributed.DistributedDataParallel)  # train() sets no_sync_func for it alone
+        assert unwrap_model([ddp]) == [module]
+        assert get_model_config(ddp) is transformer
+        assert list(unwrap_model(ddp).state_dict()) == ["weight", "bias"]
+        assert list(ddp.buffers()) == ddp.buffers + ddp.expert_parallel_buffers == []
+        assert "read model.wrapper.param_and_grad_buffers" in text_of(list, ddp.expert_parallel_buffers)
+        assert set(vars(distributed.DistributedDataParallel)) <= set(vars(adapter.DistributedDataParallel))  # nothing inherited
+        config = OptimizerConfig(lr=0.1, **SHARDED)
+        with on_cpu():
+            text = text_of(optimizer.get_megatron_optimizer, config, [ddp], None, False)
+        assert "call megabucket.integrations.megatron.get_megatron_optimizer()" in text
+        made = adapter.get_megatron_optimizer(config, ddp)
+        assert made.chained_optimizers == [made]
+        assert made.prepare_model_params_for_param_sync() is None
+        assert {group["wd_mult"] for group in made.param_groups} == {0.0, 1.0}  # Megatron's groups: biases do not decay
+        for owner, name in (
+            (ddp, "offload_grad_buffers"),
+            (ddp, "free_overlap_buffers"),
+            (made, "save_state_dict_to_file"),
+            (made, "load_parameter_state_from_dp_zero"),
+        ):
+            with pytest.raises(AttributeError, match=f"of the adapter has no {name}; "):
+                getattr(owner, name)
+        assert "wrapped by megabucket.integrations.megatron, got" in text_of(adapter.get_megatron_optimizer, config, [module])
+        two = text_of(adapter.DistributedOptimizer, [torch.optim.AdamW(ddp.parameters())] * 2, config, [ddp])
+        assert "2 torch optimizers for 1 model chunks" in two
+    finally:
+        ddp.wrapper.detach()
+        parallel_state.destroy_model_parallel()
+
+
+def test_megatron_takes_the_adapter_for_its_own_wrapper_and_runs_nothing_of_it(pool_of_one):
+    pool_of_one.run(as_megatron_sees_it, ranks=1)
 
 
 def names_of_wrapper(rank: Rank) -> set[str]:
@@ -580,7 +703,7 @@ def surfaces(rank: Rank) -> tuple[set[str], set[str]]:
                 assert "step() counts zeros" in text_of(getattr(optimizer, name))
                 refused.add(name)
         for owner, name, instead in (
-            (ddp, "expert_parallel_buffers", "read ddp.wrapper.param_and_grad_buffers"),
+            (ddp, "expert_parallel_bucket_groups", "read ddp.wrapper.bucket_groups"),
             (optimizer, "save_parameter_state", "call megabucket.save_checkpoint"),
         ):
             with pytest.raises(AttributeError, match=f"of the adapter has no {name}; {instead}"):
