@@ -213,15 +213,18 @@ class _ParamAndGradBucketGroup:
         self._divided_before: list[tuple[torch.Tensor, float]] = []
         self.grad_shards: list[torch.Tensor] = []
         """Of this rank, by bucket, where gradients are reduce-scattered."""
+        self._prepare_slots()
+        self._prepare(divisor)
+
+    def _prepare_slots(self) -> None:
         # A weak reference: nothing in .grad may refer back to the parameter, because the garbage collector sees no such cycle.
-        accumulates = functools.partial(_is_accumulating, weakref.ref(self))
+        accumulates, reason = functools.partial(_is_accumulating, weakref.ref(self)), self.policy.withheld_because
         for position, slot in enumerate(self.slots):
             slot.accumulates, slot.settle = accumulates, self._prepare_write
-            if policy.withheld_because:
+            if reason:
                 what = f"the gradient of {slot.name!r}"
-                slot.withheld = WithheldGrad(slot.view, what=what, reason=policy.withheld_because, accumulates=accumulates)
+                slot.withheld = WithheldGrad(slot.view, what=what, reason=reason, accumulates=accumulates)
                 slot.withheld.is_delayed = position in self.delayed
-        self._prepare(divisor)
 
     def _prepare(self, divisor: float) -> None:
         """Make the batches."""

@@ -111,14 +111,8 @@ class DistributedDataParallel(torch.nn.Module):
         if isinstance(process_group, DeviceMesh):
             groups, process_group = {DENSE: process_group}, None
         self._groups = groups if isinstance(groups, ParallelGroups | None) else ParallelGroups(groups)
-        self.dtensors: DTensorParams | None = None
+        self.dtensors = self._find_dtensors(module, communicator or process_group)
         """The DTensor parameters of the module, if it has any."""
-        if has_dtensors(module):
-            from megabucket.ddp.dtensors import DTensorParams  # takes a second, for torch.distributed.tensor
-
-            own = self._groups or ParallelGroups({DENSE: communicator or process_group or dist.group.WORLD})
-            self.dtensors = DTensorParams(module, own)
-            self._groups = self.dtensors.groups(self.ddp_config)
         device, state = exchange_device(module), RankState(recorder)
         policy = resolve_step(self.ddp_config)
         if self._groups is not None:
@@ -152,6 +146,16 @@ class DistributedDataParallel(torch.nn.Module):
         except BaseException:
             self.detach()  # leaves the module as it was
             raise
+
+    def _find_dtensors(self, module: torch.nn.Module, ranks: Communicator | dist.ProcessGroup | None) -> DTensorParams | None:
+        """Return the DTensors of the module, and take over the groups that they need."""
+        if not has_dtensors(module):
+            return None
+        from megabucket.ddp.dtensors import DTensorParams  # takes a second, for torch.distributed.tensor
+
+        found = DTensorParams(module, self._groups or ParallelGroups({DENSE: ranks or dist.group.WORLD}))
+        self._groups = found.groups(self.ddp_config)
+        return found
 
     def _wrap(self, config: DistributedDataParallelConfig, policy: StepPolicy) -> Wrapping:
         return Wrapping(

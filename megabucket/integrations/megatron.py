@@ -11,12 +11,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
-import torch.distributed as dist
 
 from megabucket import ddp, optim
+from megabucket.comm.torch import default_group_of
 from megabucket.config.ddp import DistributedDataParallelConfig as Config
 from megabucket.ddp.groups import ParallelGroups, ReductionGroup
 from megabucket.errors import ConfigError
@@ -38,6 +38,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: 
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 from megabucket.integrations import megatron_checkpoint  # noqa: E402 - imports Megatron as well
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _SAME: Final = (
     "average_in_collective",
@@ -173,6 +176,10 @@ _INSTEAD: Final = {
     "split_state_dict_if_needed": "drop it: state_dict() and load_state_dict() are about whole parameters",
 }
 """Names of Megatron's that the adapter lacks, and what to do instead."""
+
+
+_THEIRS: Final = frozenset({*dir(MegatronDistributedOptimizer), *dir(MegatronChainedOptimizer)})
+"""Names of Megatron's own optimizers."""
 
 
 def _missing(owner: object, name: str) -> AttributeError:
@@ -383,7 +390,7 @@ class DistributedOptimizer(MegatronOptimizer):
 
     def __getattr__(self, name: str) -> Any:
         """Say what stands in for an attribute of Megatron's."""
-        if name in _INSTEAD or any(hasattr(one, name) for one in (MegatronDistributedOptimizer, MegatronChainedOptimizer)):
+        if name in _INSTEAD or name in _THEIRS:
             raise _missing(self, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
@@ -568,7 +575,7 @@ def _groups_of(
         )
     is_virtual = config.virtual_pipeline_model_parallel_size is not None  # then the two may be in different chunks
     size = tp.size() * pp.size() * dp.size()
-    candidates = (dp, getattr(others, "intra_dist_opt", None), dist.group.WORLD)
+    candidates = (dp, getattr(others, "intra_dist_opt", None), default_group_of(size))
     whole = next((group for group in candidates if group is not None and group.size() == size), None)
     if whole is None:
         raise ConfigError(
@@ -589,8 +596,8 @@ def _identities(
     module: torch.nn.Module,
     config: TransformerConfig,
     *,
-    tp: dist.ProcessGroup,
-    expert_tp: dist.ProcessGroup,
+    tp: ProcessGroup,
+    expert_tp: ProcessGroup,
     has_stages: bool,
 ) -> Callable[[str, Any], ParamIdentity | None]:
     """Return a function of name and parameter: Megatron's attributes, and names of the whole model.

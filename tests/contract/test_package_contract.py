@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "testing": BASE | {"config", "trace", "layout", "planning", "comm"},
     "measure": BASE | {"config", "trace", "layout", "planning", "comm", "buffer", "ddp", "optim", "checkpoint", "testing"},
     "doctor": BASE | {"config", "layout", "comm", "ddp", "optim"},
-    "integrations": BASE | {"config", "ddp", "optim", "checkpoint"},
+    "integrations": BASE | {"config", "layout", "comm", "ddp", "optim", "checkpoint"},
     "cli": BASE
     | {
         "config",
