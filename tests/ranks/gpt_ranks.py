@@ -7,6 +7,7 @@ the sequence is cut.
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from pool import Rank
 
 VOCABULARY, SEQUENCE, BATCH = 32, 8, 2
@@ -61,9 +63,12 @@ class Outcome:
 
 def train(rank: Rank, side: str, cell: Cell) -> Outcome:
     """Train on ``"our"`` side or on ``"their"`` side."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron's own
-        return _train(rank, side == "our", cell)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Megatron's own
+            return _train(rank, side == "our", cell)
+    finally:
+        gc.collect()  # the groups, each with threads, are in cycles
 
 
 def _train(rank: Rank, is_ours: bool, cell: Cell) -> Outcome:
@@ -72,7 +77,13 @@ def _train(rank: Rank, is_ours: bool, cell: Cell) -> Outcome:
 
     import megabucket as mb
 
-    with mock.patch.multiple(parallel_state, HAVE_EINOPS=True, einops=Einops, create=True):
+    groups: list[Any] = []
+
+    def create_group(*args: Any, make: Any = parallel_state.create_group, **kwargs: Any) -> Any:
+        groups.append(make(*args, **kwargs))
+        return groups[-1]
+
+    with mock.patch.multiple(parallel_state, HAVE_EINOPS=True, einops=Einops, create_group=create_group, create=True):
         parallel_state.initialize_model_parallel(**cell.sizes, create_gloo_process_groups=False)
     moe_utils.te_general_gemm = None  # undefined in the wheel without Transformer Engine
     token_dispatcher.maybe_move_tensor_to_cpu = to_numpy
@@ -103,6 +114,9 @@ def _train(rank: Rank, is_ours: bool, cell: Cell) -> Outcome:
         for chunk in chunks if is_ours else ():
             chunk.wrapper.detach()
         parallel_state.destroy_model_parallel()
+        for group in groups:  # which Megatron forgets; each has threads
+            if isinstance(group, dist.ProcessGroup):
+                dist.destroy_process_group(group)
 
 
 def built(is_ours: bool, cell: Cell) -> tuple[Any, list[Any], Any]:

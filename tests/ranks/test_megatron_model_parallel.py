@@ -4,12 +4,14 @@ weights of its GPT model, in its schedules, with its parameter groups and schedu
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from gpt_ranks import CLIP, Cell, Outcome, train
+from pool import WorkerPool
 
 pytestmark = pytest.mark.dist
 
@@ -28,6 +30,14 @@ GATHERED = EXPERTS | {"moe_token_dispatcher_type": "allgather"} | SEQUENCE  # gl
 GATED = {"qk_layernorm": True, "gated_linear_unit": True}
 PER_TOKEN = {"calculate_per_token_loss": True}
 BLOCKING = {"overlap_grad_reduce": False}
+
+
+@pytest.fixture
+def own_pool(request) -> Iterator[WorkerPool]:
+    """Ranks of this test alone: Megatron's wrapper keeps its groups, with their threads, as long as the process lives."""
+    pool = WorkerPool("forkserver", num_ranks=getattr(request, "param", 4))
+    yield pool
+    pool.close()
 
 
 def assert_same_bits(pool, cell: Cell, *, ranks: int) -> None:
@@ -86,11 +96,12 @@ def test_four_ranks_end_with_megatrons_bits(pool, cell):
         pytest.param(Cell({}, {}, GATHERING | {"align_param_gather": True}, is_tied=True), id="dp 4"),
     ],
 )
-def test_four_ranks_end_with_megatrons_bits_at_night(pool, cell):
-    assert_same_bits(pool, cell, ranks=4)
+def test_four_ranks_end_with_megatrons_bits_at_night(own_pool, cell):
+    assert_same_bits(own_pool, cell, ranks=4)
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("own_pool", [2], indirect=True)
 @pytest.mark.parametrize(
     "cell",
     [
@@ -101,8 +112,8 @@ def test_four_ranks_end_with_megatrons_bits_at_night(pool, cell):
         pytest.param(Cell(INSTANCES, {}, SHARDED), id="instances 2"),
     ],
 )
-def test_two_ranks_end_with_megatrons_bits(pool_of_two, cell):
-    assert_same_bits(pool_of_two, cell, ranks=2)
+def test_two_ranks_end_with_megatrons_bits(own_pool, cell):
+    assert_same_bits(own_pool, cell, ranks=2)
 
 
 UNBIASED = {"add_bias_linear": False}  # the gradient of the bias of keys is rounding alone
@@ -118,12 +129,12 @@ UNBIASED = {"add_bias_linear": False}  # the gradient of the bias of keys is rou
         pytest.param(Cell(EP, EXCHANGED, SHARDED), Cell(EP_4, EXCHANGED, SHARDED), id="ep 2 to 4"),
     ],
 )
-def test_our_checkpoint_goes_on_under_another_model_parallelism(pool, tmp_path, before, after):
+def test_our_checkpoint_goes_on_under_another_model_parallelism(own_pool, tmp_path, before, after):
     """As one run of Megatron's, to 1e-4 of how far its weights moved."""
 
     def run(side: str, cell: Cell, **changes: Any) -> list[Outcome]:
         num_stages = math.prod(size for name, size in cell.sizes.items() if "expert" not in name)
-        return pool.run(train, side, replace(cell, num_microbatches=num_stages, **changes), ranks=4, timeout_s=100)
+        return own_pool.run(train, side, replace(cell, num_microbatches=num_stages, **changes), ranks=4, timeout_s=100)
 
     half = run("our", before, steps=3, root=str(tmp_path))
     rest = run("our", after, first=3, root=str(tmp_path))
@@ -150,9 +161,9 @@ def joined(ranks: list[Outcome], weights: list[dict[str, torch.Tensor]]) -> dict
 
 
 @pytest.mark.nightly
-def test_parts_of_the_model_have_names_of_the_whole_one(pool):
+def test_parts_of_the_model_have_names_of_the_whole_one(own_pool):
     transformer = GATHERED | {"gated_linear_unit": True}
-    outcomes = pool.run(train, "our", Cell(TP | EP, transformer, SHARDED, steps=1), ranks=4, timeout_s=100)
+    outcomes = own_pool.run(train, "our", Cell(TP | EP, transformer, SHARDED, steps=1), ranks=4, timeout_s=100)
 
     names = [{place[0] for place in one.places.values()} for one in outcomes]
     expert = "decoder.layers.1.mlp.experts.local_experts.{}.linear_fc{}.weight"
