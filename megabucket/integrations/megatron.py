@@ -456,8 +456,7 @@ class DistributedOptimizer(MegatronOptimizer):
         if "state" in state_dict.get("optimizer", ()):
             self.optimizer.load_state_dict(state_dict["optimizer"])
         else:
-            optimizers = [self.optimizer]
-            for one, state in zip(optimizers, megatron_checkpoint.whole_states(optimizers, state_dict), strict=True):
+            for one, state in zip(self.parts, megatron_checkpoint.whole_states(self.parts, state_dict), strict=True):
                 one.load_state_dict(dict(state))
             state_dict = state_dict.get(0, state_dict)
         if self.grad_scaler is not None and "grad_scaler" in state_dict:
@@ -481,7 +480,7 @@ class DistributedOptimizer(MegatronOptimizer):
         own = {} if self.grad_scaler is None else {**self.grad_scaler.state_dict(), "scale": self.get_loss_scale()}
         common = {"grad_scaler": own} if own else {}
         return megatron_checkpoint.sharded_state(
-            [self.optimizer], model_sharded_state_dict, common, is_loading=is_loading, metadata={**(metadata or {}), **asked}
+            self.parts, model_sharded_state_dict, common, is_loading=is_loading, metadata={**(metadata or {}), **asked}
         )
 
     def _refuse_call(self, *_: object, **__: object) -> Any:

@@ -7,6 +7,7 @@ Megatron has an optimizer of dense parameters and another of experts; here one m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Final
@@ -17,6 +18,7 @@ from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_te
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, extract_sharded_tensors_and_factories
 
 from megabucket import optim
+from megabucket.ddp.groups import DENSE
 from megabucket.errors import CheckpointMismatchError, ConfigError, name_list
 from megabucket.optim.param_state import MAIN_PARAM
 from megabucket.optim.state_dict import join, split
@@ -89,8 +91,10 @@ def whole_states(optimizers: Optimizers, loaded: Tree) -> list[Mapping[str, Any]
     Raises:
         CheckpointMismatchError: it lacks values, has other groups, or does not belong to the weights that are in the model now;
             the text names all differences.
+        ConfigError: the model is cut over other ranks than those of its data parallelism.
         PeerFailedError: it does not fit on another rank.
     """
+    _check_is_whole(optimizers)
     with optimizers[0].ddp.sync.call("load_state_dict() of a checkpoint of Megatron"):
         names, problems, state = _names(optimizers), list[str](), dict[int, dict[str, torch.Tensor]]()
         parts = [loaded] if "param_state" in loaded else [part for key, part in loaded.items() if isinstance(key, int)]
@@ -191,6 +195,22 @@ def _tensors(param: torch.nn.Parameter, state: Tree, *, is_loading: bool) -> dic
     return {key: found[key] if key in found else torch.zeros(param.shape, dtype=torch.float32, device="cpu") for key in _KEYS}
 
 
+def _check_is_whole(optimizers: Optimizers) -> None:
+    """Refuse chunks, and models that more ranks hold than those of data parallelism.
+
+    Raises:
+        ConfigError: the optimizers are of such a model.
+    """
+    ranks = optimizers[0].ddp.ranks
+    num_alike = math.prod(one.size for one in ranks.by_name[DENSE].communicators)
+    if len(optimizers) > 1 or ranks.step.size > num_alike:
+        raise ConfigError(
+            f"{len(optimizers)} model chunks on {ranks.step.size} ranks, of which {num_alike} share the dense parameters: with "
+            "tensor or pipeline parallelism this format has not been compared with Megatron's. Use megabucket.save_checkpoint() "
+            "and load_checkpoint(), one for each of optimizer.parts."
+        )
+
+
 def _check(optimizers: Optimizers, metadata: Mapping[str, Any], *, is_loading: bool) -> None:
     found, gathers = metadata.get("distrib_optim_sharding_type", _TYPE), "distrib_optim_fully_reshardable_mem_efficient"
     if found != _TYPE:
@@ -200,6 +220,7 @@ def _check(optimizers: Optimizers, metadata: Mapping[str, Any], *, is_loading: b
         )
     if not is_loading and metadata.get(gathers):
         raise ConfigError(f"{gathers}=True: each rank gathers the whole state; megabucket.save_checkpoint() gathers none")
+    _check_is_whole(optimizers)
     for given in chain.from_iterable(optimizer.torch_optimizers for optimizer in optimizers):
         if not isinstance(given, torch.optim.Adam | torch.optim.AdamW) or any(group["amsgrad"] for group in given.param_groups):
             raise ConfigError(f"{type(given).__name__}: the format is Adam's without amsgrad; use megabucket.save_checkpoint()")
