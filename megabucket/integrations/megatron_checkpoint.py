@@ -206,8 +206,8 @@ def _check_is_whole(optimizers: Optimizers) -> None:
     if len(optimizers) > 1 or ranks.step.size > num_alike:
         raise ConfigError(
             f"{len(optimizers)} model chunks on {ranks.step.size} ranks, of which {num_alike} share the dense parameters: with "
-            "tensor or pipeline parallelism this format has not been compared with Megatron's. Use megabucket.save_checkpoint() "
-            "and load_checkpoint(), one for each of optimizer.parts."
+            "tensor or pipeline parallelism this format has not been compared with Megatron's. Use "
+            "megabucket.save_checkpoint() and load_checkpoint(), one for each of optimizer.parts."
         )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from pool import Rank
@@ -76,6 +77,7 @@ def _train(rank: Rank, is_ours: bool, cell: Cell) -> Outcome:
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     import megabucket as mb
+    from megabucket.errors import ConfigError
 
     groups: list[Any] = []
 
@@ -96,6 +98,9 @@ def _train(rank: Rank, is_ours: bool, cell: Cell) -> Outcome:
         norms, losses = trained(is_ours, cell, config, chunks, optimizer, scheduler)
         if is_ours and cell.root:
             mb.save_checkpoint(cell.root, chunks[0].wrapper, optimizer.optimizer, step=cell.steps, schedulers=scheduler)
+        if is_ours and {"tensor_model_parallel_size", "pipeline_model_parallel_size"} & cell.sizes.keys():
+            with pytest.raises(ConfigError, match="this format has not been compared with Megatron's"):
+                optimizer.sharded_state_dict({})
         if cell.ddp.get("overlap_param_gather"):
             for chunk in chunks:
                 chunk.disable_forward_pre_hook()
