@@ -18,7 +18,7 @@ import functools
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from megabucket.comm.torch import default_group_of, flattened_group, members_of
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp.groups import DENSE, ParallelGroups, ReductionGroup, as_group
+from megabucket.ddp.owners import is_in_fsdp
 from megabucket.ddp.wrap import PLACES
 from megabucket.errors import ConfigError, UnsupportedParameterError
 from megabucket.layout.identity import ParamIdentity, plain_identity
@@ -151,8 +152,7 @@ class DTensorParams:
     def _other_dims(self) -> dict[str, ProcessGroup]:
         """Return the groups along the dimensions of meshes that the wrapper does not reduce over, by name."""
         found: dict[str, ProcessGroup] = {}
-        params: Iterable[Any] = self._module.parameters()
-        for param in filter(is_dtensor, params):
+        for param in filter(is_dtensor, self._params()):
             mesh = param.device_mesh
             for dim in range(mesh.ndim):
                 if mesh.size(dim) > 1 and not self._is_own(mesh, dim):
@@ -176,6 +176,15 @@ class DTensorParams:
 
     # The module #
 
+    def _parts(self) -> Iterator[torch.nn.Module]:
+        """Yield the module and its submodules, without those of FSDP, which may hold frozen DTensors."""
+        return (part for part in self._module.modules() if not is_in_fsdp(part))
+
+    def _params(self) -> list[Any]:
+        """Return the parameters of these modules, each once."""
+        held = (param for part in self._parts() for param in part._parameters.values() if param is not None)
+        return list(dict.fromkeys(held))
+
     def _find_obstacle(self, param: Any) -> tuple[str, str] | None:
         """Return why a DTensor cannot live in a buffer, with a remedy; ``None`` if it can."""
         for dim, placement in enumerate(param.placements):
@@ -197,8 +206,9 @@ class DTensorParams:
         Raises:
             UnsupportedParameterError: a DTensor cannot live in a buffer; nothing was changed.
         """
+        here: set[Any] = set(self._params())
         for name, param in self._module.named_parameters():
-            if is_dtensor(param) and (obstacle := self._find_obstacle(param)) is not None:
+            if param in here and is_dtensor(param) and (obstacle := self._find_obstacle(param)) is not None:
                 raise UnsupportedParameterError(param=name, reason=obstacle[0], remedy=obstacle[1])
         own = set(map(id, self._place_of.values()))
         if copied := [
@@ -210,7 +220,7 @@ class DTensorParams:
                 remedy="Copy the module before wrapping it, or after ddp.detach().",
             )
         pieces: dict[Any, torch.nn.Parameter] = {}
-        for part in self._module.modules():
+        for part in self._parts():
             places = dict(_places_of(part))
             for name, held in part._parameters.items():
                 if is_dtensor(held):
@@ -258,8 +268,7 @@ class DTensorParams:
         if not self._dims:
             return replace(given, identity=self._identity)
         reduction, copies = dict(given.reduction), dict(given.copies)
-        params: list[Any] = list(self._module.parameters())
-        places = [Place.of(param) if is_dtensor(param) else None for param in params]
+        places = [Place.of(param) if is_dtensor(param) else None for param in self._params()]
         # In the same order on all ranks, which make groups together.
         for along in sorted({self._copied_along(place) for place in places if place is not None} - {()}):
             ranks = ReductionGroup(self._ranks_with(along), unused_parameters=config.unused_parameters)

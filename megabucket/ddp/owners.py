@@ -104,7 +104,7 @@ class OwnerGuard:
         """Return an error about the first one in the module."""
         for path, part in self._module.named_modules():
             where = f"at {path!r} inside this module" if path else "which is this module itself"
-            if part in self._homes and _is_in_fsdp(part):
+            if part in self._homes and is_in_fsdp(part):
                 return _error(_FSDP, where, self._homes[part], _WITHOUT_FSDP)
             if (error := self._refusal_of(part, where)) is not None:
                 return error
@@ -127,7 +127,7 @@ class OwnerGuard:
             return
         names = self._names_of(_owned_by(owner, child))
         if kind == _FSDP1:
-            names = [name for part in child.modules() if _is_in_fsdp(part) for name in self._homes.get(part, ())]
+            names = [name for part in child.modules() if is_in_fsdp(part) for name in self._homes.get(part, ())]
         if names:
             raise _error(kind, _AROUND, names, _REMEDIES[kind])
 
@@ -148,7 +148,7 @@ class OwnerGuard:
         return [self._names[param] for param in params if param in self._names]
 
 
-def _is_in_fsdp(part: torch.nn.Module) -> bool:
+def is_in_fsdp(part: torch.nn.Module) -> bool:
     """Return whether FSDP has taken the parameters of a module; both kinds set this mark, for the compiler."""
     return bool(vars(part).get("_is_fsdp_managed_module"))
 

@@ -37,7 +37,7 @@ from megabucket.ddp.groups import (
 from megabucket.ddp.hooks import ModuleHook, backward_hooks_of, register_hooks
 from megabucket.ddp.module_watch import ModelWatch, moved_params
 from megabucket.ddp.optimizer_guard import PlainOptimizerGuard
-from megabucket.ddp.owners import OwnerGuard, find_owner
+from megabucket.ddp.owners import OwnerGuard, find_owner, is_in_fsdp
 from megabucket.ddp.param_gather import ParamGather
 from megabucket.ddp.report import Entry
 from megabucket.ddp.step import GradSync
@@ -95,9 +95,13 @@ class FollowsRebuild(Protocol):
 
 
 def has_dtensors(module: torch.nn.Module) -> bool:
-    """Return whether parameters of the module are DTensors, or local pieces of them. Does not import DTensors."""
-    is_one = any(type(param).__name__ == _DTENSOR for param in module.parameters())
-    return is_one or any(PLACES in vars(part) for part in module.modules())
+    """Return whether parameters of the module are DTensors, or local pieces of them. Does not import DTensors.
+
+    Those of FSDP do not count: it reduces them itself, and they may be there only if they are frozen.
+    """
+    parts = [part for part in module.modules() if not is_in_fsdp(part)]
+    is_one = any(type(param).__name__ == _DTENSOR for part in parts for param in part._parameters.values())
+    return is_one or any(PLACES in vars(part) for part in parts)
 
 
 def discover_params(module: torch.nn.Module, dtensors: LocalPieces | None = None) -> dict[str, torch.nn.Parameter]:
