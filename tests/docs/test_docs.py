@@ -22,10 +22,18 @@ OF_FRAMEWORKS = {
     *("lightning_trainer.py", "hugging_face_trainer.py", "megatron_loop.py"),
 }
 # By day smaller tests hold what these show: README's loop, tests/checkpoint, and in tests/ranks test_ladder_example.py,
-# test_fabric.py and test_parallel_groups_on_ranks.py.
-BY_NIGHT = ("checkpoint_resume.py", "elastic.py", "hsdp.py", "ladder.py", "overlap_on_a_fabric.py", "train_loop.py")
+# test_fabric.py, test_parallel_groups_on_ranks.py and test_two_dimensions_example.py.
+BY_NIGHT = (
+    "checkpoint_resume.py",
+    "elastic.py",
+    "hsdp.py",
+    "ladder.py",
+    "overlap_on_a_fabric.py",
+    "train_loop.py",
+    "two_dimensions.py",
+)
 BY_DAY = sorted({path.name for path in (ROOT / "examples").glob("*.py")} - set(BY_NIGHT) - OF_FRAMEWORKS)
-ON_FOUR_RANKS = ("hsdp.py", *BY_DAY)
+ON_FOUR_RANKS = ("hsdp.py", "two_dimensions.py", *BY_DAY)
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
 HEADING = re.compile(r"^#{1,3} (.*)$", re.MULTILINE)
