@@ -7,12 +7,13 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 
 from megabucket.buffer import dtype_name
 from megabucket.comm import AllReduce, Broadcast, Communicator, Exchange, ReduceOp
-from megabucket.ddp.groups import RankGroups, buffer_groups
+from megabucket.ddp.groups import DENSE, RankGroups, buffer_groups
 from megabucket.ddp.report import Entry
 from megabucket.errors import ConfigError, PhaseError, ReplicasDivergedError, log_once, name_list
 from megabucket.layout.identity import ParamIdentity, by_place
@@ -74,13 +75,19 @@ def unbuffered_state(
     group_of = {**buffer_groups(module, identities), **{name: identity.group for name, identity in identities.items()}}
     frozen = [(name, param) for name, param in params.items() if param not in buffered]
     for name, tensor in [*frozen, *module.named_buffers()]:
-        if tensor.layout is not torch.strided:
+        piece, group = _own_piece(tensor, group_of[name])
+        if piece.layout is not torch.strided:
             raise ConfigError(
-                f"init_sync=True cannot make {name!r} equal on all ranks, because it is sparse ({tensor.layout}). Make it "
+                f"init_sync=True cannot make {name!r} equal on all ranks, because it is sparse ({piece.layout}). Make it "
                 "equal yourself and pass init_sync=False, or use a dense tensor."
             )
-        if not tensor.is_meta:
-            yield name, group_of[name], tensor
+        if not piece.is_meta:
+            yield name, group, piece
+
+
+def _own_piece(tensor: Any, group: str) -> tuple[torch.Tensor, str]:
+    """Return what this rank holds of a DTensor, which has equals in the dense group alone; else the tensor and its group."""
+    return (tensor.to_local(), DENSE) if type(tensor).__name__ == "DTensor" else (tensor, group)
 
 
 @contextmanager

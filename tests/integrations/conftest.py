@@ -18,7 +18,10 @@ ROOT = HERE.parents[1]
 def run_ranks() -> Callable[..., dict[str, Any]]:
     def run(program: str, folder: Path, *, ranks: int) -> dict[str, Any]:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(path for path in (str(ROOT), os.environ.get("PYTHONPATH")) if path),
+            "HF_HUB_OFFLINE": "1",
+        }
         done = subprocess.run(
             [*launcher, str(HERE / program), str(folder)],
             env=environment,
