@@ -49,6 +49,7 @@ class Place:
         shape: of the whole tensor.
         stride: of the whole tensor.
         offset: start of the piece, one index per dimension.
+        reduced: the dimensions of the mesh that the wrapper reduces over.
     """
 
     mesh: DeviceMesh
@@ -56,13 +57,14 @@ class Place:
     shape: torch.Size
     stride: tuple[int, ...]
     offset: tuple[int, ...]
+    reduced: tuple[int, ...]
 
     def __deepcopy__(self, _: dict[int, Any]) -> Place:
         """Return the same place: a copy of the module lies on the same mesh."""
         return self
 
     @classmethod
-    def of(cls, whole: DTensor) -> Place:
+    def of(cls, whole: DTensor, reduced: tuple[int, ...] = ()) -> Place:
         """Return the place of this rank's piece."""
         offset, mesh = [0] * whole.ndim, whole.device_mesh
         sizes = list(whole.shape)
@@ -72,7 +74,7 @@ class Place:
                 start = min(step * mesh.get_local_rank(dim), sizes[placement.dim])
                 offset[placement.dim] += start
                 sizes[placement.dim] = min(step, sizes[placement.dim] - start)
-        return cls(mesh, tuple(whole.placements), whole.shape, whole.stride(), tuple(offset))
+        return cls(mesh, tuple(whole.placements), whole.shape, whole.stride(), tuple(offset), reduced)
 
     def around(self, piece: torch.Tensor) -> DTensor:
         """Return the DTensor whose local piece is ``piece``: the same memory, and this rank's part of its gradient goes there.
@@ -87,7 +89,7 @@ class Place:
             return make(grad_placements=[Partial() if placement.is_replicate() else placement for placement in self.placements])
         whole: DTensor = make()
         if whole.requires_grad:
-            whole.register_hook(functools.partial(_as_parts, placements=self.placements))
+            whole.register_hook(functools.partial(_as_parts, placements=self.placements, reduced=self.reduced))
         return whole
 
     def state_around(self, value: Any, *, shape: Sequence[int]) -> Any:
@@ -162,6 +164,10 @@ class DTensorParams:
     def _is_own(self, mesh: DeviceMesh, dim: int) -> bool:
         ranks = set(members_of(mesh.get_group(dim)))
         return any(len(ranks & own) > 1 for own in self._own)
+
+    def _place(self, param: Any) -> Place:
+        mesh = param.device_mesh
+        return Place.of(param, tuple(dim for dim in range(mesh.ndim) if self._is_own(mesh, dim)))
 
     def _copied_along(self, place: Place) -> tuple[str, ...]:
         """Return the dimensions of its mesh along which other ranks hold the same piece, and have parts of its gradient."""
@@ -238,7 +244,7 @@ class DTensorParams:
     def _piece_of(self, param: Any) -> torch.nn.Parameter:
         piece = torch.nn.Parameter(param.detach().to_local(), requires_grad=param.requires_grad)
         vars(piece).update({name: value for name, value in vars(param).items() if not name.startswith("_")})
-        self._place_of[piece] = Place.of(param)
+        self._place_of[piece] = self._place(param)
         return piece
 
     def restore(self) -> None:
@@ -268,7 +274,7 @@ class DTensorParams:
         if not self._dims:
             return replace(given, identity=self._identity)
         reduction, copies = dict(given.reduction), dict(given.copies)
-        places = [Place.of(param) if is_dtensor(param) else None for param in self._params()]
+        places = [self._place(param) if is_dtensor(param) else None for param in self._params()]
         # In the same order on all ranks, which make groups together.
         for along in sorted({self._copied_along(place) for place in places if place is not None} - {()}):
             ranks = ReductionGroup(self._ranks_with(along), unused_parameters=config.unused_parameters)
@@ -343,14 +349,15 @@ class DTensorParams:
         return {**state_dict, "state": state}
 
 
-def _as_parts(grad: DTensor, *, placements: tuple[Placement, ...]) -> DTensor:
+def _as_parts(grad: DTensor, *, placements: tuple[Placement, ...], reduced: tuple[int, ...]) -> DTensor:
     """Return a gradient of which each rank has a part where the parameter is not cut, as if it were placed as the parameter.
 
-    Torch would sum the parts in each backward, one parameter at a time.
+    Torch would sum the parts in each backward, one parameter at a time. Along the dimensions that the wrapper reduces over the
+    local values are this rank's part, even if ``to_local()`` has called them whole: so does ``fully_shard``.
     """
     mesh, wanted, num_equal = grad.device_mesh, [], 1
     for dim, (placement, own) in enumerate(zip(placements, grad.placements, strict=True)):
-        is_part = placement.is_replicate() and own.is_partial("sum")
+        is_part = placement.is_replicate() and (own.is_partial("sum") or (dim in reduced and own.is_replicate()))
         wanted.append(own if is_part else placement)
         if placement.is_replicate() and not is_part:
             num_equal *= mesh.size(dim)  # each rank has, or gets, the whole

@@ -267,6 +267,37 @@ def test_a_replicated_parameter_takes_gradients_of_any_placement(pool: WorkerPoo
         assert torch.equal(ours, expected)
 
 
+class Local(nn.Module):
+    """Computes with the local values of a parameter whose mesh has the wrapper's dimension, as torchtitan's embedding does."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(distribute_tensor(torch.arange(4.0) + 1, mesh, [Replicate(), Shard(0)]))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return (inputs * self.weight.to_local()).sum()
+
+
+def grads_on_the_whole_mesh(rank: Rank) -> tuple[torch.Tensor, torch.Tensor]:
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    inputs = torch.arange(2.0) + rank.index
+    ddp = mb.DistributedDataParallel(Local(mesh), process_group=mesh["dp"])
+    ddp(inputs).backward()
+    (param,) = ddp.parameters()
+    grad = param.grad.clone()
+    ddp.detach()
+    return inputs, grad
+
+
+def test_the_mesh_of_a_parameter_may_have_the_dimension_of_the_wrapper(pool: WorkerPool) -> None:
+    results = pool.run(grads_on_the_whole_mesh, ranks=4)
+
+    for tp_rank in range(2):  # ranks 0 and 2, and 1 and 3, hold the same piece
+        mean = (results[tp_rank][0] + results[tp_rank + 2][0]) / 2
+        for dp_rank in range(2):
+            assert torch.equal(results[tp_rank + 2 * dp_rank][1], mean)
+
+
 # What torch does with a module #
 
 
