@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final, cast
 
 import torch
 
 from megabucket.buffer import dtype_name, dtype_named
 from megabucket.checkpoint.format import Piece, TensorInfo
 from megabucket.ddp import DistributedDataParallel
+from megabucket.errors import ConfigError
 from megabucket.layout.identity import ParamIdentity, plain_identity
 
 _WRAPPED_IN: Final = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, activation checkpointing
@@ -29,13 +30,29 @@ def canonical_name(name: str) -> str:
 
 
 def named_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the persistent buffers that have values, by canonical name; one that is registered twice once."""
+    """Return the persistent buffers that have values, by canonical name; one that is registered twice once.
+
+    Raises:
+        ConfigError: a buffer is a DTensor that is cut over ranks: it has no identity that says where its piece belongs.
+    """
     found = {}
     for name, buffer in module.named_buffers():
         owner, _, key = name.rpartition(".")
         if not buffer.is_meta and key not in module.get_submodule(owner)._non_persistent_buffers_set:
-            found[canonical_name(name)] = buffer
+            found[canonical_name(name)] = _held(name, buffer)
     return found
+
+
+def _held(name: str, buffer: Any) -> torch.Tensor:
+    """Return the values of a module buffer on this rank, which are whole."""
+    if type(buffer).__name__ != "DTensor":
+        return cast("torch.Tensor", buffer)
+    if not all(placement.is_replicate() for placement in buffer.placements):
+        raise ConfigError(
+            f"the module buffer {name!r} is a DTensor with the placements {buffer.placements}, and a checkpoint holds whole "
+            "buffers. Replicate it, or register it with persistent=False."
+        )
+    return cast("torch.Tensor", buffer.to_local())
 
 
 class GlobalNames:

@@ -194,10 +194,11 @@ class DTensorParams:
     def _find_obstacle(self, param: Any) -> tuple[str, str] | None:
         """Return why a DTensor cannot live in a buffer, with a remedy; ``None`` if it can."""
         for dim, placement in enumerate(param.placements):
-            is_known = type(placement) in (Shard, Replicate)
-            if not is_known or (not placement.is_replicate() and self._is_own(param.device_mesh, dim)):
-                where = f"along {_dim_name(param.device_mesh, dim)!r} of its mesh"
-                return f"it is a DTensor with {placement} {where}, which are ranks that the wrapper reduces over", (
+            what = f"it is a DTensor with {placement} along {_dim_name(param.device_mesh, dim)!r} of its mesh"
+            if type(placement) not in (Shard, Replicate):
+                return f"{what}, which is no block of its values", "Redistribute it to Shard() or Replicate() before wrapping."
+            if placement.is_shard() and self._is_own(param.device_mesh, dim):
+                return f"{what}, over ranks that the wrapper reduces over", (
                     "Leave out fully_shard(): use_distributed_optimizer=True takes its place. After parallelize_module() pass "
                     'process_group=mesh["dp"], the ranks that hold the same piece.'
                 )

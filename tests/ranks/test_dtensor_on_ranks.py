@@ -456,6 +456,26 @@ def test_a_checkpoint_is_resumed_under_another_tensor_parallelism(pool: WorkerPo
         assert largest_error(weights, expected) <= 1e-4
 
 
+def save_buffers(_: Rank, path: str) -> None:
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    model = parallel_model(mesh["tp"], "sequence parallel")
+    model.register_buffer("table", distribute_tensor(torch.arange(4.0), mesh["tp"], [Replicate()]))
+    ddp = mb.DistributedDataParallel(model, process_group=mesh["dp"])
+    optimizer = mb.DistributedOptimizer(torch.optim.AdamW(ddp.parameters()), ddp)
+    mb.save_checkpoint(path, ddp, optimizer, step=1)
+    model.table.to_local().zero_()
+    mb.load_checkpoint(path, ddp, optimizer)
+    assert whole(model.table).tolist() == [0.0, 1.0, 2.0, 3.0]
+    model.table = distribute_tensor(torch.arange(4.0), mesh["tp"], [Shard(0)])
+    with pytest.raises(ConfigError, match="the module buffer 'table' is a DTensor with the placements"):
+        mb.save_checkpoint(path, ddp, optimizer, step=2)
+    ddp.detach()
+
+
+def test_a_checkpoint_holds_buffers_that_are_dtensors_and_whole(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(save_buffers, str(tmp_path / "checkpoint"), ranks=4)
+
+
 # Whole matrices #
 
 
