@@ -149,7 +149,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     def _find_dtensors(self, module: torch.nn.Module, ranks: Communicator | dist.ProcessGroup | None) -> DTensorParams | None:
         """Return the DTensors of the module, and take over the groups that they need."""
-        if not has_dtensors(module):
+        if not (has_dtensors(module) and dist.is_initialized()):
             return None
         from megabucket.ddp.dtensors import DTensorParams  # takes a second, for torch.distributed.tensor
 

@@ -173,8 +173,8 @@ def _obstacles(param: torch.nn.Parameter, first: torch.nn.Parameter, first_name:
     is_localized = getattr(param, "_st_info", None) is not None  # torch's mark, between forwards
     if (kind := type(param.data).__name__) == _DTENSOR or is_localized:
         remedy = (
-            "Leave out fully_shard(): use_distributed_optimizer=True takes its place. After parallelize_module() wrap "
-            "the module anew, without _pre_dp_module_transform()."
+            "Wrap it with process_group=mesh[...], the ranks that hold the same piece; after a change of the module that is "
+            "detach() and wrapping anew. Leave out fully_shard() and _pre_dp_module_transform()."
         )
         when = " in each forward, by torch's _pre_dp_module_transform()" if is_localized else ""
         yield f"it is a DTensor{when}, which torch cuts and reduces itself", remedy

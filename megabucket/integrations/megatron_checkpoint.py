@@ -95,7 +95,7 @@ def whole_states(optimizers: Optimizers, loaded: Tree) -> list[Mapping[str, Any]
         PeerFailedError: it does not fit on another rank.
     """
     _check_is_whole(optimizers)
-    with optimizers[0].ddp.sync.call("load_state_dict() of a checkpoint of Megatron"):
+    with optimizers[0].ddp.sync.call("load_state_dict()"):
         names, problems, state = _names(optimizers), list[str](), dict[int, dict[str, torch.Tensor]]()
         parts = [loaded] if "param_state" in loaded else [part for key, part in loaded.items() if isinstance(key, int)]
         saved = [group for part in parts for group in part.get("optimizer", {}).get("param_groups", ())]

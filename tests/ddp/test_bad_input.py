@@ -162,13 +162,13 @@ class TestUnsupportedParameters:
             "it is a Quantized, not a plain tensor. Wrap the module before sharding or quantizing it, or freeze the parameter."
         )
 
-    def test_a_dtensor(self):
+    def test_a_dtensor_without_process_groups(self):
         mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
 
         assert unsupported(w=param(DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False))) == HEAD + (
-            "it is a DTensor, which torch cuts and reduces itself. Leave out fully_shard(): use_distributed_optimizer=True "
-            "takes its place. In place of parallelize_module() make each part a plain parameter (.to_local()), and let "
-            "groups=ParallelGroups(..., identity=...) say where it belongs."
+            "it is a DTensor, which torch cuts and reduces itself. Wrap it with process_group=mesh[...], the ranks that hold "
+            "the same piece; after a change of the module that is detach() and wrapping anew. Leave out fully_shard() and "
+            "_pre_dp_module_transform()."
         )
 
     def test_an_expert_parameter(self):
