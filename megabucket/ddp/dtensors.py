@@ -319,6 +319,9 @@ class DTensorParams:
             self._watched.add(optimizer)
             optimizer.register_state_dict_post_hook(self.show_state)
             optimizer.register_load_state_dict_pre_hook(self.hide_state)
+            for piece, values in optimizer.state.items():  # that was loaded before
+                if (place := self._place_of.get(piece)) is not None:
+                    values.update({name: place.piece_of(value, shape=piece.shape) for name, value in values.items()})
 
     def show_state(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a ``state_dict`` with DTensors in place of the state of pieces.

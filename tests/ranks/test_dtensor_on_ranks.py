@@ -405,8 +405,12 @@ def resume_by_torch(_: Rank, path: str, sharded: bool, is_plain: bool) -> None:
     set_model_state_dict(by_broadcast[0], copy.deepcopy(full_model) if is_source else {}, options=options)
     set_optimizer_state_dict(*by_broadcast, copy.deepcopy(full_optimizer) if is_source else {}, options=options)
 
+    by_hand = make()  # before the optimizer has stepped
+    by_hand[0].load_state_dict(ddp.state_dict())
+    by_hand[1].load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch would share the tensors
+
     results = []
-    for model, one in ((ddp, optimizer), by_dcp, by_broadcast):
+    for model, one in ((ddp, optimizer), by_dcp, by_broadcast, by_hand):
         train(model, one, mesh["dp"], range(3, 6))
         results.append(_values(model))
         model.detach()
