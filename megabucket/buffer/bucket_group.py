@@ -45,17 +45,19 @@ STAGED_BYTES: Final = 1 << 20
 
 
 def grad_scale(divisor: float, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the divisors of gradients of ``dtype`` before and after a sum over ranks, which together make it a mean.
+    """Return the factor of gradients of ``dtype`` before a sum over ranks, and the divisor after it: the sum becomes a mean.
 
-    A float32 or float64 sum is divided once, at the end. In 16 bits the sum could overflow before that, and dividing by
-    everything first would flush small float16 gradients to zero. So the gradients are divided by a power of two near the
-    square root of the divisor before, which is exact, and by the rest after.
+    Each gradient is multiplied by ``1 / divisor`` before, as in torch DDP and in Megatron, so the bits are theirs. That would
+    flush small float16 gradients to zero, and the sum alone could overflow: they are divided by a power of two near the square
+    root of the divisor before, which is exact, and by the rest after.
 
-    >>> grad_scale(6, torch.float32), grad_scale(6, torch.float16)
-    ((1.0, 6.0), (2.0, 3.0))
+    >>> grad_scale(4, torch.float32), grad_scale(6, torch.float16)
+    ((0.25, 1.0), (0.5, 3.0))
     """
-    before = 2.0 ** math.floor(math.log2(math.sqrt(divisor))) if dtype.itemsize == 2 else 1.0
-    return before, divisor / before
+    if dtype != torch.float16:
+        return 1.0 / divisor, 1.0
+    before = 2.0 ** math.floor(math.log2(math.sqrt(divisor)))
+    return 1.0 / before, divisor / before
 
 
 class RunningBackward(Protocol):
@@ -210,7 +212,7 @@ class _ParamAndGradBucketGroup:
         """The memory to which each parameter must point now."""
         self._is_everywhere = False  # all reduced values are here, not only this rank's shard
         self.is_withheld = False  # every ``param.grad`` stands for a gradient that was sent
-        self._divided_before: list[tuple[torch.Tensor, float]] = []
+        self._scaled_before: list[tuple[torch.Tensor, float]] = []
         self.grad_shards: list[torch.Tensor] = []
         """Of this rank, by bucket, where gradients are reduce-scattered."""
         self._prepare_slots()
@@ -240,13 +242,13 @@ class _ParamAndGradBucketGroup:
         halves: list[_ParamAndGradBucket] = []
         for bucket in self.buckets:
             grad, param = bucket.grad_data, bucket.param_data
-            before, after = grad_scale(divisor, grad.dtype)
+            factor, after = grad_scale(divisor, grad.dtype)
             if policy.averages_in_collective:
-                before, after = 1.0, divisor / num_ranks
+                factor, after = 1.0, divisor / num_ranks
             if num_ranks == 1:  # no collective, whose result would be divided
-                before, after = divisor, 1.0
-            if before != 1:
-                self._divided_before.append((grad, before))
+                factor, after = 1.0 / divisor, 1.0
+            if factor != 1:
+                self._scaled_before.append((grad, factor))
             if policy.is_sharded:
                 shard, in_fp32 = bucket.shard(grad, rank), policy.accumulates_in_fp32 and grad.itemsize == 2
                 if replicas is not None:  # divided once, after the last sum
@@ -263,7 +265,7 @@ class _ParamAndGradBucketGroup:
                 halves.append(bucket)
                 headrooms.append(1.0)
             else:
-                headrooms.append(max(2.0 ** (num_ranks - 1).bit_length() / before, 1.0))
+                headrooms.append(max(2.0 ** (num_ranks - 1).bit_length() * factor, 1.0))
         self._grad_calls, self._gather_calls = communicator.prepare(reductions), communicator.prepare(gathers)
         self._over_replicas = (communicator if replicas is None else replicas.communicator).prepare(over_replicas)
         self.finite_test = FiniteTest(self.slots, [bucket.grad_data for bucket in self.buckets], headrooms)
@@ -454,8 +456,8 @@ class _ParamAndGradBucketGroup:
                 self.streams.note()  # for the fence, which must wait for the stream of a delayed gradient
         if self.policy.tests_large:
             self._large_test.run()
-        for values, divisor in self._divided_before:
-            values.div_(divisor)
+        for values, factor in self._scaled_before:
+            values.mul_(factor)
         self._launch_grads()
 
     def start_dropped_sync(self) -> None:

@@ -86,7 +86,7 @@ def resolve(
             size,
             _order_entry(config),
             *_alignment_entries(config, dp_size),
-            *_reduction_entries(config, dp_size, is_half_precision=grad_dtype.value in HALF_PRECISION),
+            *_reduction_entries(config, dp_size, is_float16=grad_dtype.value == "float16"),
             _finish_entry(config),
             _overlap_entry(config, dp_size, is_one_bucket=is_one_bucket),
         ),
@@ -174,7 +174,7 @@ def _alignment_entries(config: DistributedDataParallelConfig, dp_size: int) -> t
     )
 
 
-def _reduction_entries(config: DistributedDataParallelConfig, dp_size: int, *, is_half_precision: bool) -> tuple[Resolved, ...]:
+def _reduction_entries(config: DistributedDataParallelConfig, dp_size: int, *, is_float16: bool) -> tuple[Resolved, ...]:
     if config.use_distributed_optimizer:
         collective = Resolved("collective", "reduce_scatter", "use_distributed_optimizer=True: a rank needs its shard only")
     else:
@@ -187,9 +187,9 @@ def _reduction_entries(config: DistributedDataParallelConfig, dp_size: int, *, i
         scale, why = 1.0, "average_in_collective=True: no scaling beside the collective"
     else:
         op = Resolved("reduce_op", "sum", "average_in_collective=False: the mean is a scaled sum")
-        once = "applied once, after the sum"
-        if is_half_precision:
-            once = "partly before and partly after the sum, so that 16 bits neither overflow nor underflow"
+        once = "each gradient is multiplied by it before the sum"
+        if is_float16:
+            once = "partly before and partly after the sum, so that float16 neither overflows nor underflows"
         scale, why = 1.0 / dp_size, f"grad_reduction='mean': 1 / dp_size={dp_size}, {once}"
     return collective, op, Resolved("gradient_scale", scale, why)
 

@@ -74,12 +74,13 @@ def _train(ddp: DistributedDataParallel, model: _Model, size: int) -> Iterator[F
         ddp.finish_param_sync()
         optimizer.zero_grad()
 
-        # Whole numbers, divided and rounded once.
-        value = torch.tensor(OWN * times / divisor, dtype=torch.float64, device="cpu")
         for buffer in ddp.param_and_grad_buffers:
+            dtype = buffer.grad_data.dtype
+            # A whole number of one rank, scaled; the other ranks add zeros.
+            value = torch.tensor(OWN * times, dtype=dtype, device="cpu").mul_(1 / divisor).float()
             for name in buffer.params:
-                right[name] -= value.to(buffer.grad_data.dtype).float()
-                eps = torch.finfo(buffer.grad_data.dtype).eps
+                right[name] -= value
+                eps = torch.finfo(dtype).eps
                 tolerance[name] = (size + 2) * eps if ddp.ddp_config.average_in_collective else 0.0
         wrong, rounding = [], 0.0
         for name, param in model.named_parameters():

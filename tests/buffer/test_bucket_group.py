@@ -418,20 +418,24 @@ class TestFiniteTest:
         assert [rank.group.finite_test.found for rank in group] == [()] * 4
 
     @pytest.mark.parametrize(
-        ("size", "dtype", "part", "is_found"),
+        ("size", "dtype", "reduction", "part", "is_found"),
         [
-            (2, torch.float32, 0.6, True),
-            (2, torch.float32, 0.4, False),
-            (16, torch.float32, 1 / 12, True),
-            (16, torch.float32, 1 / 20, False),
-            (4, torch.bfloat16, 0.6, True),  # divided by 2 before the sum
-            (4, torch.bfloat16, 0.3, False),
-            (1, torch.float32, 1.0, False),
+            (2, torch.float32, "sum", 0.6, True),
+            (2, torch.float32, "sum", 0.4, False),
+            (16, torch.float32, "sum", 1 / 12, True),
+            (16, torch.float32, "sum", 1 / 20, False),
+            (4, torch.bfloat16, "sum", 0.3, True),
+            (4, torch.bfloat16, "sum", 0.2, False),
+            (2, torch.float32, "mean", 1.0, False),  # multiplied by 1/2 before the sum
+            (16, torch.float32, "mean", 1.0, False),
+            (4, torch.bfloat16, "mean", 1.0, False),
+            (1, torch.float32, "sum", 1.0, False),
         ],
         ids=str,
     )
-    def test_what_is_too_large_for_the_sum_over_the_ranks_is_named(self, size, dtype, part, is_found):
-        _, (first, *_) = ranks({"grad_reduce_in_fp32": False}, size=size, dtype=dtype)
+    def test_what_is_too_large_for_the_sum_over_the_ranks_is_named(self, size, dtype, reduction, part, is_found):
+        fields = {"grad_reduce_in_fp32": False, "grad_reduction": reduction}
+        _, (first, *_) = ranks(fields, size=size, dtype=dtype)
         first.both(part * torch.finfo(dtype).max)
 
         first.group.start_grad_sync()
@@ -542,7 +546,7 @@ class TestWithheld:
 
         assert all(isinstance(param.grad, WithheldGrad) for param in first.group.params)
         first.params["b"].sum().backward()
-        assert first.params["b"].main_grad[0].item() == 2.0
+        assert first.params["b"].main_grad[0].item() == 1.0  # half of it is sent
 
     def test_what_is_reduced_is_not_withheld(self):
         _, (first, second) = ranks(SCATTER_MEAN)

@@ -1,4 +1,4 @@
-"""Sum to mean: what a gradient is divided by before the sum, and what the sum is divided by."""
+"""Sum to mean: what a gradient is multiplied by before the sum, and what the sum is divided by."""
 
 import math
 
@@ -9,42 +9,36 @@ from hypothesis import strategies as st
 
 from megabucket.buffer.bucket_group import grad_scale
 
-ALL_DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+WIDE = [torch.float32, torch.float64, torch.bfloat16]
 NUM_RANKS = st.integers(1, 4096)
 
 
-@given(num_ranks=NUM_RANKS, dtype=st.sampled_from(ALL_DTYPES))
-@example(num_ranks=3, dtype=torch.float16)
-def test_the_divisors_multiply_to_the_number_of_ranks(num_ranks, dtype):
-    before, after = grad_scale(num_ranks, dtype)
-
-    assert before * after == num_ranks
+@given(num_ranks=NUM_RANKS, dtype=st.sampled_from(WIDE))
+def test_a_gradient_is_multiplied_once_before_the_sum_unless_it_is_float16(num_ranks, dtype):
+    assert grad_scale(num_ranks, dtype) == (1.0 / num_ranks, 1.0)
 
 
-@given(num_ranks=NUM_RANKS, dtype=st.sampled_from([torch.float32, torch.float64]))
-def test_a_wide_sum_is_divided_once_at_the_end(num_ranks, dtype):
-    assert grad_scale(num_ranks, dtype) == (1.0, float(num_ranks))
+@given(num_ranks=NUM_RANKS)
+@example(num_ranks=3)
+def test_before_a_float16_sum_the_divisor_is_a_power_of_two_near_the_root(num_ranks):
+    factor, after = grad_scale(num_ranks, torch.float16)
 
-
-@given(num_ranks=NUM_RANKS, dtype=st.sampled_from([torch.bfloat16, torch.float16]))
-def test_before_a_16_bit_collective_the_divisor_is_a_power_of_two_near_the_root(num_ranks, dtype):
-    before, _ = grad_scale(num_ranks, dtype)
-
-    assert math.frexp(before)[0] == 0.5  # a power of two: dividing by it is exact
-    assert before <= math.sqrt(num_ranks) < 2 * before
+    assert math.frexp(factor)[0] == 0.5  # a power of two: multiplying by it is exact
+    assert 1 / factor <= math.sqrt(num_ranks) < 2 / factor
+    assert after / factor == num_ranks
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "before", "after"), [(1, 1, 1), (2, 1, 2), (4, 2, 2), (6, 2, 3), (64, 8, 8), (512, 16, 32)]
+    ("num_ranks", "factor", "after"), [(1, 1, 1), (2, 1, 2), (4, 1 / 2, 2), (6, 1 / 2, 3), (64, 1 / 8, 8), (512, 1 / 16, 32)]
 )
-def test_divisors_in_float16(num_ranks, before, after):
-    assert grad_scale(num_ranks, torch.float16) == (before, after)
+def test_scales_in_float16(num_ranks, factor, after):
+    assert grad_scale(num_ranks, torch.float16) == (factor, after)
 
 
 def reduce_in_float16(value, *, num_ranks, scale):
     """The mean of a value that all ranks hold, summed one rank after the other."""
-    before, after = scale
-    mine = torch.tensor([value], dtype=torch.float16).div_(before)
+    factor, after = scale
+    mine = torch.tensor([value], dtype=torch.float16).mul_(factor)
     total = mine.clone()
     for _ in range(num_ranks - 1):
         total += mine
@@ -57,7 +51,7 @@ class TestFloat16:
     def test_a_small_gradient_that_dividing_first_would_flush_to_zero_survives(self):
         split = grad_scale(64, torch.float16)
 
-        assert reduce_in_float16(2.0**-20, num_ranks=64, scale=(64.0, 1.0)) == 0.0  # 2**-26 is below 2**-25
+        assert reduce_in_float16(2.0**-20, num_ranks=64, scale=(1 / 64, 1.0)) == 0.0  # 2**-26 is below 2**-25
         assert reduce_in_float16(2.0**-20, num_ranks=64, scale=split) == 2.0**-20
 
     def test_a_large_gradient_that_dividing_last_would_overflow_survives(self):

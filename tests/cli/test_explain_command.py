@@ -29,7 +29,7 @@ def test_each_value_is_printed_with_its_reason():
         "bucket_end_multiple 128 padded: lcm(dp_size=64, 128), so that shards are equal",
         "collective reduce_scatter use_distributed_optimizer=True: a rank needs its shard only",
         "reduce_op sum average_in_collective=False: the mean is a scaled sum",
-        "gradient_scale 0.015625 grad_reduction='mean': 1 / dp_size=64, applied once, after the sum",
+        "gradient_scale 0.015625 grad_reduction='mean': 1 / dp_size=64, each gradient is multiplied by it before the sum",
         "finished_by optimizer step finish='auto' with reduce-scatter: DistributedOptimizer.step() waits for the gradients",
         "overlaps_backward True overlap_grad_reduce=True: a bucket is launched as soon as its gradients are complete",
     ]

@@ -143,7 +143,12 @@ def test_what_is_no_group_size_is_refused(dp_size):
         (Config(bucket_size=9), "bucket_size", 9, "bucket_size, as given"),
         (Config(bucket_cap_mb=1), "bucket_size", 262_144, "bucket_cap_mb=1 MiB of gradients at 4 bytes per element"),
         (Config(num_buckets=4), "bucket_size", 250, "num_buckets=4: 1_000 elements // 4"),
-        (Config(), "gradient_scale", 0.25, "grad_reduction='mean': 1 / dp_size=4, applied once, after the sum"),
+        (
+            Config(),
+            "gradient_scale",
+            0.25,
+            "grad_reduction='mean': 1 / dp_size=4, each gradient is multiplied by it before the sum",
+        ),
         (Config(average_in_collective=True), "reduce_op", "avg", "average_in_collective=True: the collective divides"),
         (Config(grad_reduction="sum"), "gradient_scale", 1.0, "grad_reduction='sum': the plain sum over the ranks"),
         (
@@ -229,12 +234,12 @@ def test_each_value_comes_with_its_reason(config, name, value, reason):
     assert (entry.value, entry.reason) == (value, reason)
 
 
-def test_a_16_bit_mean_is_said_to_be_divided_in_two_parts():
-    entry = resolve(Config(grad_reduce_in_fp32=False), dp_size=4, param_dtype="bfloat16")["gradient_scale"]
+def test_a_float16_mean_is_said_to_be_divided_in_two_parts():
+    entry = resolve(Config(grad_reduce_in_fp32=False), dp_size=4, param_dtype="float16")["gradient_scale"]
 
     assert entry.reason == (
         "grad_reduction='mean': 1 / dp_size=4, "
-        "partly before and partly after the sum, so that 16 bits neither overflow nor underflow"
+        "partly before and partly after the sum, so that float16 neither overflows nor underflows"
     )
 
 
@@ -320,7 +325,7 @@ ALL_VALUES = [
             "bucket_end_multiple": (1, "not padded: a bucket ends where its last parameter ends"),
             "collective": ("all_reduce", "use_distributed_optimizer=False: every rank steps on all parameters"),
             "reduce_op": ("sum", "average_in_collective=False: the mean is a scaled sum"),
-            "gradient_scale": (0.25, "grad_reduction='mean': 1 / dp_size=4, applied once, after the sum"),
+            "gradient_scale": (0.25, "grad_reduction='mean': 1 / dp_size=4, each gradient is multiplied by it before the sum"),
             "finished_by": (
                 "end of backward",
                 "finish='auto' with all-reduce: gradients are ready when the last backward returns",
@@ -348,10 +353,7 @@ ALL_VALUES = [
             "reduce_op": ("sum", "average_in_collective=False: the mean is a scaled sum"),
             "gradient_scale": (
                 0.25,
-                (
-                    "grad_reduction='mean': 1 / dp_size=4, "
-                    "partly before and partly after the sum, so that 16 bits neither overflow nor underflow"
-                ),
+                "grad_reduction='mean': 1 / dp_size=4, each gradient is multiplied by it before the sum",
             ),
             "finished_by": (
                 "optimizer step",

@@ -82,7 +82,8 @@ def test_a_gradient_of_a_single_rank_may_be_as_large_as_its_dtype():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["all_reduce", "sharded"])
 def test_a_wide_gradient_that_cannot_be_summed_is_refused_before_it_is_sent(dtype, is_sharded):
-    ranks = Ranks(2, Weights("a", dtype=dtype), use_distributed_optimizer=is_sharded, **HALF)
+    fields = {"use_distributed_optimizer": is_sharded, "grad_reduction": "sum", **HALF}
+    ranks = Ranks(2, Weights("a", dtype=dtype), **fields)
 
     def program(rank, ddp):
         optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-30)
@@ -106,6 +107,17 @@ def test_a_wide_gradient_that_cannot_be_summed_is_refused_before_it_is_sent(dtyp
         "over the ranks. Reduced, it would reach every rank."
     )
     assert first[1] == ""  # 2 * 2**126 is finite
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_mean_of_the_largest_finite_gradients_is_finite(dtype, size):
+    largest = torch.finfo(dtype).max * (0.74 if size == 3 else 1.0)  # a third is rounded up
+    ranks = Ranks(size, Weights("a", dtype=dtype), **HALF)
+
+    by_rank = steps_of(ranks, largest)
+
+    assert [seen for seen, _ in by_rank] == [[pytest.approx(largest, rel=0.01)]] * size
 
 
 def test_a_sum_that_overflowed_is_forgotten_by_a_later_reduce_scatter():

@@ -198,7 +198,7 @@ def no_division(patch):
 
 
 def divided_twice(patch):
-    patch.setattr(bucket_group, "grad_scale", lambda num_ranks, _: (float(num_ranks), float(num_ranks)))
+    patch.setattr(bucket_group, "grad_scale", lambda num_ranks, _: (1 / num_ranks, float(num_ranks)))
 
 
 def reduction_not_awaited(patch):

@@ -212,7 +212,8 @@ def test_a_step_that_the_wrapper_skips_lowers_the_scale_also_where_the_sum_is_fi
         updated = step(scaler, ddp, optimizer, 2.0**126 if rank == 1 else 1.0)
         return updated, scaler.get_scale(), ddp.module.weight.unique().tolist()
 
-    assert run_ranks(2, program, is_sharded=is_sharded, nonfinite_gradients="skip_step") == [(False, 1.0, [1.0])] * 2
+    fields = {"nonfinite_gradients": "skip_step", "grad_reduction": "sum"}
+    assert run_ranks(2, program, is_sharded=is_sharded, **fields) == [(False, 1.0, [1.0])] * 2
 
 
 @MODES

@@ -30,6 +30,13 @@ def pool_of_two() -> Iterator[WorkerPool]:
     pool.close()
 
 
+@pytest.fixture(scope="module")
+def pool_of_three() -> Iterator[WorkerPool]:
+    pool = WorkerPool(num_ranks=3)
+    yield pool
+    pool.close()
+
+
 @pytest.fixture(scope="session")
 def alone() -> SingleProcess:
     return SingleProcess()

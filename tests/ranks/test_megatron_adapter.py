@@ -346,6 +346,27 @@ def test_two_ranks_in_megatrons_schedule_end_with_megatrons_bits(pool_of_two, ca
     assert_equal(pool_of_two, case, ranks=2)
 
 
+IN_BF16 = {"grad_reduce_in_fp32": False}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(0, torch.float32, 1, {}),
+        Case(0, torch.float32, 2, SHARDED),
+        Case(0, torch.float32, 1, BLOCKING),
+        Case(0, torch.bfloat16, 2, {}),
+        Case(0, torch.bfloat16, 1, GATHERING),
+        Case(0, torch.bfloat16, 1, IN_BF16),
+        Case(0, torch.bfloat16, 2, SHARDED | IN_BF16),
+    ],
+    ids=str,
+)
+def test_three_ranks_in_megatrons_schedule_end_with_megatrons_bits(pool_of_three, case):
+    assert_equal(pool_of_three, case, ranks=3)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "case",
