@@ -1,4 +1,4 @@
-"""A step of this checkout beside a step of another one, and of torch DDP: two gloo ranks each, in turn, in one run.
+"""A step of this checkout beside a step of another one, and of torch DDP: one or two gloo ranks each, in turn, in one run.
 
     git worktree add ../before 95b15ed
     python tests/benchmarks/against_commit.py ../before
@@ -24,7 +24,8 @@ import torch.distributed as dist
 
 HERE = Path(__file__).resolve()
 STEPS = {"gpt": 6, "tensors": 4}  # a turn
-CASES = [(model, mode, path) for model in STEPS for mode in ("all-reduce", "sharded") for path in ("sockets", "same host")]
+PATHS = ("sockets", "same host", "one rank")
+CASES = [(model, mode, path) for model in STEPS for mode in ("all-reduce", "sharded") for path in PATHS]
 
 
 class Gpt(torch.nn.Module):
@@ -84,10 +85,14 @@ def make_step(model_name: str, mode: str, path: str, candidate: str):
     return step
 
 
+def num_ranks(case: tuple[str, str, str]) -> int:
+    return 1 if case[2] == "one rank" else 2
+
+
 def serve(rank: int, port: int, candidate: str, case: tuple[str, str, str]) -> None:
     """One rank: runs a turn for each line of stdin, and answers with its seconds."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks(case))
     step = make_step(*case, candidate)
     for _ in range(3):
         step()
@@ -104,7 +109,7 @@ def serve(rank: int, port: int, candidate: str, case: tuple[str, str, str]) -> N
 
 @dataclass
 class Candidate:
-    """Two ranks, each at the end of a pipe."""
+    """One or two ranks, each at the end of a pipe."""
 
     ranks: list[subprocess.Popen]
 
@@ -117,7 +122,7 @@ class Candidate:
         command = [sys.executable, str(HERE), "--serve", json.dumps([port, name, case])]
         ranks = [
             subprocess.Popen([*command, "--rank", str(rank)], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            for rank in range(2)
+            for rank in range(num_ranks(case))
         ]
         candidate = Candidate(ranks)
         for rank in ranks:
@@ -143,7 +148,7 @@ class Candidate:
 
 def compare(before: Path, case: tuple[str, str, str], *, num_turns: int) -> str:
     roots = {"before": before.resolve(), "now": HERE.parents[2]}
-    if case[2] == "sockets":
+    if case[2] != "same host":
         roots["torch"] = HERE.parents[2]
     candidates = {name: Candidate.start(name, root, case) for name, root in roots.items()}
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
