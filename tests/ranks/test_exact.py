@@ -215,12 +215,13 @@ def test_each_gradient_passes_over_memory_once_and_the_mean_once_per_step(pool, 
         passes = {("_foreach_copy_", start, numel): 1 for start, numel in where}
         if microbatches > 1:
             passes |= {("add_", start, numel): microbatches - 1 for start, numel in where}  # the others, by autograd itself
+        passes |= {("mul_", start, 384): 1 for start in (0, 384)}  # by 1/2, before the sum
         if reduce_scatters:
-            # In this rank's half of each bucket what the other one has sent is added, and divided.
-            passes |= {(name, start + 192 * rank, 192): 1 for name in ("add_", "div_") for start in (0, 384)}
+            # In this rank's half of each bucket what the other one has sent is added.
+            passes |= {("add_", start + 192 * rank, 192): 1 for start in (0, 384)}
         else:
             # Small buckets are sent whole. Gloo adds larger ones itself.
-            passes |= {(name, start, 384): 1 for name in ("add_", "div_") for start in (0, 384)}
+            passes |= {("add_", start, 384): 1 for start in (0, 384)}
         assert writes == passes
 
 
