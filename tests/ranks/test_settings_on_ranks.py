@@ -93,10 +93,13 @@ def test_gradients_on_a_bfloat16_wire_stay_within_the_bound_of_bfloat16(pool, al
     assert_same_bits(records)
 
 
-def test_an_average_taken_by_gloo_has_the_bits_of_our_own(pool, ranks):
+def test_an_average_taken_by_gloo_has_the_bits_of_our_own_unless_one_over_the_ranks_is_rounded(pool, alone, ranks):
     ours = run_cells(pool, cells_with(ranks))
     in_collective = run_cells(pool, cells_with(ranks, average_in_collective=True))
 
+    assert_within_bounds(in_collective, alone)
+    if ranks == 3:  # gloo divides the sum
+        return
     assert_none([str(a) for a, b in zip(ours, in_collective, strict=True) if difference(ours[a], in_collective[b])])
 
 
