@@ -174,8 +174,9 @@ class _Export:
     def _flats(self) -> Iterator[tuple[torch.Tensor, Sequence[WeightEntry]]]:
         others = dict(self._held)
         for buffer in self._ddp.param_and_grad_buffers:
-            slots = sorted((slot.start, canonical_name(name)) for name, slot in buffer.layout.params.items())
-            yield buffer.param_data, [replace(others.pop(name).entry, position=start) for start, name in slots]
+            # An empty parameter may begin where the next one does.
+            slots = sorted((slot.start, slot.stop, canonical_name(name)) for name, slot in buffer.layout.params.items())
+            yield buffer.param_data, [replace(others.pop(name).entry, position=start) for start, _, name in slots]
         rest = sorted(others.values(), key=lambda one: dtype_name(one.values.dtype))
         values_of = {(one.entry.name, one.entry.offset): one.values for one in rest}
         for _, pack in _packs((((_ALONE, dtype_name(one.values.dtype)), one.entry) for one in rest), self._max_bytes):
