@@ -266,7 +266,7 @@ class WholeWeights:
                 self.entries.setdefault(entry.name, _as_whole(entry))
                 dtypes.setdefault(entry.name, one["dtype"])
                 boxes.setdefault(entry.name, set()).add(entry.box)
-                claims.setdefault(entry.name, []).extend([entry.box] * one["is_first"])
+                claims.setdefault(entry.name, []).extend([entry.box] * (one["is_first"] and entry.numel > 0))
         problems = [
             f"the blocks of {name!r} {problem}"
             for name, of_name in claims.items()

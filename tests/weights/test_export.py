@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -544,6 +545,137 @@ def test_a_rank_that_steps_instead_of_taking_its_chunks_is_named_on_all():
     assert len({str(error) for error in errors}) == 1
     assert "export_weights()" in str(errors[0])
     assert "rank 3" in str(errors[0])
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_ranks_that_all_leave_an_export_go_on_and_the_rest_of_it_is_refused_after_a_step(steps):
+    ranks = ParallelWorld()
+
+    def program(_, ddp):
+        optimizer = mb.DistributedOptimizer(torch.optim.SGD(ddp.parameters(), 0.1), ddp, clip_grad=0.0)
+        chunks = ddp.export_weights(max_bytes=1024, whole=True)
+        first = next(chunks).tensor
+        if steps:
+            ddp(torch.ones(2, 4)).backward()
+            optimizer.step()
+            with pytest.raises(PhaseError, match="weights have changed"):
+                list(chunks)
+        again = next(ddp.export_weights(max_bytes=1024, whole=True)).tensor
+        return torch.equal(first, again)
+
+    assert ranks.run(program) == [not steps] * 4
+
+
+def random_blocks(number):
+    """Return tensors, and for each its quadrants, at random cuts along two random dimensions, or of one. Some are empty."""
+    whole, quadrants = {}, {}
+    for index in range(6):
+        shape = [number(1, 30) for _ in range(number(1, 4))]
+        cuts = [(dim, [0, number(0, shape[dim]), shape[dim]]) for dim in (number(0, len(shape) - 1) for _ in range(2))]
+        whole[f"{index}"] = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
+        quadrants[f"{index}"] = by_rank = []
+        for places in itertools.product(range(2), repeat=2):
+            box = [(0, size) for size in shape]
+            for (dim, cut), place in zip(cuts, places, strict=True):
+                start, stop = max(box[dim][0], cut[place]), min(box[dim][1], cut[place + 1])
+                box[dim] = (start, max(start, stop))
+            by_rank.append(box)
+    return whole, quadrants
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 200))])
+def test_blocks_of_any_cut_are_put_together_and_cut_again(seed):
+    random = torch.Generator().manual_seed(seed)
+
+    def number(low, high):
+        return int(torch.randint(low, high + 1, (1,), generator=random))
+
+    whole, boxes = random_blocks(number)
+    max_bytes, dtype = number(1024, 20_000), [None, torch.float16][number(0, 1)]
+    world = LoopbackWorld(4, timeout_s=20)
+    alone = [world.subgroup([rank])[rank] for rank in range(4)]
+
+    def program(rank):
+        module = torch.nn.Module()
+        for name, value in whole.items():
+            own = value[tuple(slice(start, stop) for start, stop in boxes[name][rank])].clone()
+            module.register_parameter(name, torch.nn.Parameter(own))
+        module.register_parameter("alone", torch.nn.Parameter(torch.ones(3)))
+
+        def identity(name, param):
+            if name == "alone":
+                return replace(plain_identity(name, (3,)), global_name=f"alone.{rank}")
+            return ParamIdentity(name, tuple(whole[name].shape), tuple(start for start, _ in boxes[name][rank]))
+
+        groups = mb.ParallelGroups({"dense": alone[rank]}, identity=identity, norm_group=world.communicator(rank))
+        ddp = mb.DistributedDataParallel(module, groups=groups)
+        before = bits(module.state_dict())
+        chunks = sent(ddp.export_weights(dtype, max_bytes=max_bytes, whole=True))
+        if dtype is None:
+            with torch.no_grad():
+                for param in module.parameters():
+                    param.zero_()
+            ddp.import_weights(chunks)
+            assert_equal(module.state_dict(), before)
+        return chunks
+
+    expected = {**whole, **{f"alone.{rank}": torch.ones(3) for rank in range(4)}}
+    for chunks in world.run(program):
+        assert all(one.tensor.nbytes <= max_bytes for one in chunks)
+        assert_equal(mb.named_weights(chunks), {name: value.to(dtype or value.dtype) for name, value in expected.items()})
+
+
+def test_stages_of_a_pipeline_become_one_model_and_their_tied_weight_is_sent_once():
+    world = LoopbackWorld(2, timeout_s=20)
+    alone, both = [world.subgroup([rank])[rank] for rank in range(2)], world.subgroup([0, 1])
+
+    def program(rank):
+        tied = torch.nn.Parameter(torch.arange(12.0).reshape(4, 3))
+        module = torch.nn.ParameterDict(
+            {"head" if rank else "embedding": tied, "layer": torch.nn.Parameter(torch.ones(3) * rank)}
+        )
+
+        def identity(name, param):
+            if name == "layer":
+                return plain_identity(f"layers.{rank}", tuple(param.shape))
+            return ParamIdentity("embedding", (4, 3), (0, 0), copies=("embd",), partial=("embd",))
+
+        groups = mb.ParallelGroups(
+            {"dense": alone[rank]}, identity=identity, copies={"embd": both[rank]}, norm_group=world.communicator(rank)
+        )
+        config = mb.DistributedDataParallelConfig(use_distributed_optimizer=True)
+        ddp = mb.DistributedDataParallel(module, config, groups=groups)
+        return {entry.name: tensor.tolist() for one in ddp.export_weights(whole=True) for entry, tensor in one.tensors()}
+
+    expected = {"embedding": torch.arange(12.0).reshape(4, 3).tolist(), "layers.0": [0.0] * 3, "layers.1": [1.0] * 3}
+    assert world.run(program) == [expected, expected]
+
+
+def test_what_chunks_cannot_hold_is_refused_by_name():
+    module = torch.nn.Linear(3, 3)
+    module.register_buffer("table", torch.eye(3).to_sparse())
+    ddp = mb.DistributedDataParallel(module, mb.DistributedDataParallelConfig(init_sync=False))
+
+    with pytest.raises(ConfigError, match="'table' is sparse"):
+        ddp.export_weights()
+    del module.table
+    module.late = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(PhaseError, match="'late' came into the module after wrapping"):
+        ddp.export_weights()
+    module.late = None
+    assert mb.named_weights(ddp.export_weights()).keys() == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("is_distributed", [False, True])
+def test_weights_leave_between_the_step_and_zero_grad(is_distributed):
+    ddp = mb.DistributedDataParallel(Mixed())
+    sgd = torch.optim.SGD(ddp.parameters(), 0.1)
+    optimizer = mb.DistributedOptimizer(sgd, ddp) if is_distributed else sgd
+    for step in range(2):
+        ddp(images(0, step)).backward()
+        optimizer.step()
+        assert_equal(mb.named_weights(ddp.export_weights()), ddp.state_dict())
+        optimizer.zero_grad()
 
 
 def test_who_exports_nothing_loads_nothing_of_it():
