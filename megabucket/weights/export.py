@@ -29,6 +29,7 @@ from megabucket.layout.identity import ParamIdentity, canonical_name, global_nam
 from megabucket.weights.chunk import WeightChunk, WeightEntry, entry_of
 
 _CALL: Final = "export_weights()"
+_EXCHANGE: Final = "exported weights"
 _LEAST_BYTES: Final = 1024
 _SHOWN: Final = 5
 _ALONE: Final = ""
@@ -201,14 +202,15 @@ class _Export:
             return [{"held": held, "groups": {}}]
         members = {name: list(map(ranks.step.members.index, of.members)) for name, of in _groups_by_name(ranks).items()}
         payload = json.dumps({"held": held, "groups": members}).encode()
-        return list(map(json.loads, exchange(ranks.step, payload, device=device_of(self._ddp), label=_CALL)))
+        return list(map(json.loads, exchange(ranks.step, payload, device=device_of(self._ddp), label=_EXCHANGE)))
 
     def whole(self, model: WholeWeights) -> Iterator[WeightChunk]:
         """Yield the whole model in one order on all ranks: a collective call and a gather for each ``max_bytes``."""
         entries = sorted(((model.key_of[name], entry) for name, entry in model.entries.items()), key=operator.itemgetter(0))
         for number, ((over, dtype), pack) in enumerate(_packs(entries, self._max_bytes)):
-            with self._ddp.sync.call(f"{_CALL}: part {number}") as call:
+            with self._ddp.sync.call(f"{_CALL}: part") as call:
                 self._check_version()
+                call.entries = [("part", number, dtype, self._max_bytes)]
                 call.open()
                 flat = self._gather(model, pack, over, dtype_named(dtype))
             yield from _chunks(flat, pack, flat.dtype, self._max_bytes)
@@ -225,7 +227,7 @@ class _Export:
             values.copy_(own[entry.name, box])
         if over:
             calls = [Broadcast(flat, root) for root, flat in enumerate(flats)]
-            _groups_by_name(ranks)[over].launch(calls, label=_CALL).wait()
+            _groups_by_name(ranks)[over].launch(calls, label=_EXCHANGE).wait()
         whole = torch.empty(pack[-1].position + pack[-1].numel, dtype=dtype, device=device)
         for flat, part in zip(flats, parts, strict=True):
             for entry, box, values in _blocks_in(flat, part):

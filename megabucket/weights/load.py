@@ -32,7 +32,7 @@ def import_weights(ddp: Exported, chunks: Iterable[WeightChunk]) -> None:
         call.open()
         rows = [json.dumps([sorted({one.entry.name for one in held}), sorted(given)]).encode()]
         if not ranks.has_same_params:
-            rows = exchange(ranks.step, rows[0], device=device_of(ddp), label=_CALL)
+            rows = exchange(ranks.step, rows[0], device=device_of(ddp), label="imported weights")
     known, told = (set(itertools.chain.from_iterable(of_ranks)) for of_ranks in zip(*map(json.loads, rows), strict=True))
     if unknown := sorted(told - known):
         raise LayoutError(

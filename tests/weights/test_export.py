@@ -462,7 +462,7 @@ def test_pieces_and_experts_of_four_ranks_become_the_whole_model_on_each(dtype, 
         assert_equal(mb.named_weights(chunks), expected)
         assert all(one.tensor.nbytes <= max_bytes for one in chunks)
     # What each rank of tp has is not sent. Its two ranks hold all pieces and all experts: nothing is sent to other replicas.
-    gathers = [text for text in ranks.world.schedule(0) if text.startswith("export_weights() [broadcast")]
+    gathers = [text for text in ranks.world.schedule(0) if text.startswith("exported weights [broadcast")]
     assert len(gathers) == (1 if max_bytes > 1024 else 5)  # each matrix is larger than 1024 bytes
 
 
