@@ -303,9 +303,9 @@ class WholeWeights:
 
 
 def _as_whole(entry: WeightEntry) -> WeightEntry:
-    """Return the entry of the whole tensor. One that is put together from pieces is row-major."""
+    """Return the entry of the whole tensor, row-major."""
     shape = entry.global_shape
-    stride = entry.stride if shape == entry.shape else torch.empty(shape, device="meta").stride()
+    stride = torch.empty(shape, device="meta").stride()
     return replace(entry, shape=shape, stride=stride, offset=(0,) * len(shape), stop=math.prod(shape))
 
 

@@ -177,7 +177,7 @@ def test_wrong_arguments_are_refused(arguments):
 # Phases #
 
 
-def test_parameters_that_are_still_gathered_arrive_before_the_first_chunk():
+def test_parameters_that_are_still_gathered_arrive_before_a_chunk_leaves_or_is_written():
     world = LoopbackWorld(2, completion="manual", timeout_s=20)
     torch.manual_seed(0)
     model = Mixed()
@@ -190,10 +190,17 @@ def test_parameters_that_are_still_gathered_arrive_before_the_first_chunk():
         optimizer.step()
         assert {group.param_phase for group in ddp.bucket_groups} == {ParamPhase.IN_FLIGHT}
         chunks = sent(ddp.export_weights(max_bytes=4096))
-        return mb.named_weights(chunks), bits(ddp.state_dict())
+        exported = bits(ddp.state_dict())
+        optimizer.zero_grad()
+        ddp(images(rank, 1)).backward()
+        optimizer.step()
+        assert {group.param_phase for group in ddp.bucket_groups} == {ParamPhase.IN_FLIGHT}
+        ddp.import_weights(chunks)
+        return mb.named_weights(chunks), exported, bits(ddp.state_dict())
 
-    for found, expected in world.run(program):
+    for found, expected, imported in world.run(program):
         assert_equal(found, expected)
+        assert_equal(imported, expected)
         assert all(value.isfinite().all() for value in found.values())
         assert not torch.equal(found["up.weight"], model.up.weight)
 
