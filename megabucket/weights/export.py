@@ -305,7 +305,7 @@ class WholeWeights:
 def _as_whole(entry: WeightEntry) -> WeightEntry:
     """Return the entry of the whole tensor, row-major."""
     shape = entry.global_shape
-    stride = torch.empty(shape, device="meta").stride()
+    stride = torch.empty(shape, dtype=torch.uint8, device="meta").stride()
     return replace(entry, shape=shape, stride=stride, offset=(0,) * len(shape), stop=math.prod(shape))
 
 
