@@ -469,7 +469,8 @@ class DistributedDataParallel(torch.nn.Module):
                 is sent.
 
         Raises:
-            ConfigError: an argument is wrong, or a tensor is sparse, or cut over ranks that the wrapper does not know.
+            ConfigError: an argument is wrong; or a tensor is sparse, of a subclass (quantized), or cut over ranks that the
+                wrapper does not know.
             LayoutMismatchError: the ranks give different arguments (``whole=True``).
             LayoutError: no ranks of the wrapper hold all of a tensor, or some do not know of each other (``whole=True``).
             PhaseError: a step is open; or, at the next chunk, weights have changed since the call.

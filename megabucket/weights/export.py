@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import operator
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
@@ -80,7 +81,8 @@ def held_weights(ddp: Exported) -> dict[str, Held]:
     """Return what this rank holds, by local name: parameters, frozen ones included, and persistent module buffers.
 
     Raises:
-        ConfigError: one of them is sparse, or a DTensor cut over ranks that the wrapper does not know.
+        ConfigError: one of them is sparse, of a subclass (quantized), or a DTensor cut over ranks that the wrapper does not
+            know.
         PhaseError: parameters were added after wrapping.
     """
     module, names = ddp.module, dict[int, list[str]]()
@@ -93,8 +95,11 @@ def held_weights(ddp: Exported) -> dict[str, Held]:
     found = {}
     for name, tensor in [*params.items(), *persistent_buffers(module).items()]:
         values = whole_values(f"the parameter {name!r}", tensor).detach()
-        if values.layout is not torch.strided:
-            raise ConfigError(f"{name!r} is sparse ({values.layout}), and chunks hold dense tensors. Make it dense.")
+        if values.layout is not torch.strided or type(values) is not torch.Tensor:
+            kind = f"a {type(values).__name__} with layout {values.layout}"
+            raise ConfigError(
+                f"{name!r} is {kind}, and chunks hold plain dense tensors. Convert it, or take it from state_dict()."
+            )
         shape, strides = tuple(values.shape), dense_strides(values)
         own = identities.get(name) or plain_identity(global_name(name), shape)
         others = tuple(map(global_name, aliases[name]))
@@ -201,8 +206,9 @@ class _Export:
         if ranks.has_same_params:
             return [{"held": held, "groups": {}}]
         members = {name: list(map(ranks.step.members.index, of.members)) for name, of in _groups_by_name(ranks).items()}
-        payload = json.dumps({"held": held, "groups": members}).encode()
-        return list(map(json.loads, exchange(ranks.step, payload, device=device_of(self._ddp), label=_EXCHANGE)))
+        payload = zlib.compress(json.dumps({"held": held, "groups": members}).encode())
+        rows = exchange(ranks.step, payload, device=device_of(self._ddp), label=_EXCHANGE)
+        return [json.loads(zlib.decompress(row)) for row in rows]
 
     def whole(self, model: WholeWeights) -> Iterator[WeightChunk]:
         """Yield the whole model in one order on all ranks: a collective call and a gather for each ``max_bytes``."""

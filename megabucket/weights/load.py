@@ -19,6 +19,7 @@ from megabucket.weights.export import Exported, Held, device_of, first_problems,
 _CALL: Final = "import_weights()"
 
 
+@torch.inference_mode(False)
 def import_weights(ddp: Exported, chunks: Iterable[WeightChunk]) -> None:
     """Write chunks into parameters and module buffers. See ``DistributedDataParallel.import_weights``."""
     ranks = ddp.sync.ranks

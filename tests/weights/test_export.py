@@ -658,12 +658,19 @@ def test_stages_of_a_pipeline_become_one_model_and_their_tied_weight_is_sent_onc
     assert world.run(program) == [expected, expected]
 
 
+class Quantized(torch.Tensor):
+    """Its values are not what they seem."""
+
+
 def test_what_chunks_cannot_hold_is_refused_by_name():
     module = torch.nn.Linear(3, 3)
     module.register_buffer("table", torch.eye(3).to_sparse())
     ddp = mb.DistributedDataParallel(module, mb.DistributedDataParallelConfig(init_sync=False))
 
-    with pytest.raises(ConfigError, match="'table' is sparse"):
+    with pytest.raises(ConfigError, match=r"'table' is a Tensor with layout torch\.sparse_coo"):
+        ddp.export_weights()
+    module.table = torch.ones(3).as_subclass(Quantized)
+    with pytest.raises(ConfigError, match="'table' is a Quantized"):
         ddp.export_weights()
     del module.table
     module.late = torch.nn.Parameter(torch.ones(3))
@@ -671,6 +678,19 @@ def test_what_chunks_cannot_hold_is_refused_by_name():
         ddp.export_weights()
     module.late = None
     assert mb.named_weights(ddp.export_weights()).keys() == {"weight", "bias"}
+
+
+def test_weights_leave_and_come_in_inference_mode():
+    ddp, optimizer = wrapped()
+    before = bits(ddp.state_dict())
+
+    with torch.inference_mode():
+        chunks = list(ddp.export_weights(whole=True))
+        chunks = [mb.WeightChunk(one.tensor + 1, one.entries) for one in chunks]
+        ddp.import_weights(chunks)
+
+    assert_equal(ddp.state_dict(), {name: value + 1 for name, value in before.items()})
+    train(ddp, optimizer, 0, range(1))
 
 
 @pytest.mark.parametrize("is_distributed", [False, True])
