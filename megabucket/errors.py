@@ -275,6 +275,8 @@ _CALLS: Final = {
     "param_norms()": ("the list of parameters", "No norm was computed."),
     "broadcast_params()": ("the module", "Nothing was copied on any rank."),
     "check_replicas()": ("the module", "Nothing was compared."),
+    "export_weights()": ("the call", "The export is over on all ranks."),
+    "import_weights()": ("the call", "Nothing was written on any rank."),
     "AgreedStop.poll()": ("the call", _NOTHING_CHANGED),
     "start_param_sync()": ("the call", _NOTHING_CHANGED),
     "train()": ("the optimizer", "The weights were switched on no rank."),

@@ -2,57 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Final, cast
 
 import torch
 
 from megabucket.buffer import dtype_name, dtype_named
 from megabucket.checkpoint.format import Piece, TensorInfo
 from megabucket.ddp import DistributedDataParallel
-from megabucket.errors import ConfigError
-from megabucket.layout.identity import ParamIdentity, plain_identity
-
-_WRAPPED_IN: Final = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, activation checkpointing
-
-
-def canonical_name(name: str) -> str:
-    """Return a parameter's name without the parts that wrappers of single modules add.
-
-    >>> canonical_name("_orig_mod.layers.0.weight")
-    'layers.0.weight'
-    """
-    for part in _WRAPPED_IN:
-        name = name.replace(part, "")
-    return name
-
-
-def named_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the persistent buffers that have values, by canonical name; one that is registered twice once.
-
-    Raises:
-        ConfigError: a buffer is a DTensor that is cut over ranks: it has no identity that says where its piece belongs.
-    """
-    found = {}
-    for name, buffer in module.named_buffers():
-        owner, _, key = name.rpartition(".")
-        if not buffer.is_meta and key not in module.get_submodule(owner)._non_persistent_buffers_set:
-            found[canonical_name(name)] = _held(name, buffer)
-    return found
-
-
-def _held(name: str, buffer: Any) -> torch.Tensor:
-    """Return the values of a module buffer on this rank, which are whole."""
-    if type(buffer).__name__ != "DTensor":
-        return cast("torch.Tensor", buffer)
-    if not all(placement.is_replicate() for placement in buffer.placements):
-        raise ConfigError(
-            f"the module buffer {name!r} is a DTensor with the placements {buffer.placements}, and a checkpoint holds whole "
-            "buffers. Replicate it, or register it with persistent=False."
-        )
-    return cast("torch.Tensor", buffer.to_local())
+from megabucket.ddp.replicas import persistent_buffers
+from megabucket.layout.identity import ParamIdentity, canonical_name, global_names, plain_identity
 
 
 class GlobalNames:
@@ -72,40 +31,19 @@ class GlobalNames:
             self.identities[param] = self.local[name] = replace(own, global_name=canonical_name(own.global_name))
         self.params = {param: own.global_name for param, own in self.identities.items()}
         """The names of the parameters."""
-        self._prefixes = _global_prefixes(self.local)
-        self.buffers = {self._global(name): buffer for name, buffer in named_buffers(ddp.module).items()}
+        global_name = global_names(self.local)
+        self.buffers = {global_name(name): buffer for name, buffer in persistent_buffers(ddp.module).items()}
         """The persistent buffers."""
         base = torch.nn.Module.get_extra_state
         extra = {
             canonical_name(name): part for name, part in ddp.module.named_modules() if type(part).get_extra_state is not base
         }
-        self.stateful = {self._global(f"{name}.")[:-1] if name else "": module for name, module in extra.items()}
+        self.stateful = {global_name(f"{name}.")[:-1] if name else "": module for name, module in extra.items()}
         """The modules with extra state in their ``state_dict``."""
 
     def of(self, name: str) -> ParamIdentity:
         """Return the identity of a parameter by its local name, as layouts have it."""
         return self.local[canonical_name(name)]
-
-    def _global(self, name: str) -> str:
-        """Return the global name of a buffer or module: it lies where the parameters beside or around it lie."""
-        end = max(end for end in _module_ends(name) if name[:end] in self._prefixes or not end)
-        return self._prefixes.get(name[:end], "") + name[end:]
-
-
-def _global_prefixes(identities: dict[str, ParamIdentity]) -> dict[str, str]:
-    """Return the global name of each module with its dot, by its local one; the local one if that is ambiguous."""
-    found: dict[str, str] = {}
-    for name, identity in identities.items():
-        for local, rest in ((name[:end], name[end:]) for end in _module_ends(name)):
-            there = identity.global_name.removesuffix(rest) if identity.global_name.endswith(rest) else local
-            found[local] = there if found.get(local, there) == there else local
-    num_with = Counter(found.values())
-    return {local: there if num_with[there] == 1 else local for local, there in found.items()}
-
-
-def _module_ends(name: str) -> list[int]:
-    """Return where the names of the modules in a name end, each with its dot."""
-    return [0, *(index + 1 for index, letter in enumerate(name) if letter == ".")]
 
 
 def order_of(tensor: torch.Tensor) -> tuple[int, ...]:

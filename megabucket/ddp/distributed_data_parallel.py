@@ -9,7 +9,7 @@ import functools
 import logging
 import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,7 @@ from megabucket.trace import ProfilerRanges, Recorder, StepRecorder, StepTrace
 
 if TYPE_CHECKING:
     from megabucket.ddp.dtensors import DTensorParams
+    from megabucket.weights.chunk import WeightChunk
 
 
 class DistributedDataParallel(torch.nn.Module):
@@ -451,6 +452,50 @@ class DistributedDataParallel(torch.nn.Module):
             for along in self.identities[name].partial:
                 if along in self.ranks.copies:
                     broadcast_replica(params[name], self.ranks.copies[along])
+
+    def export_weights(
+        self, dtype: torch.dtype | None = None, *, max_bytes: int = 512 << 20, whole: bool = False
+    ) -> Iterator[WeightChunk]:
+        """Return all weights in chunks, for example for an inference engine: parameters, then frozen ones and module buffers.
+
+        Between two steps. A chunk is a view of the parameter buffer where ``dtype`` allows: the next step changes it. What
+        ``state_dict`` leaves out is left out here.
+
+        Args:
+            dtype: to convert floating weights to; ``None``: none is converted.
+            max_bytes: of a chunk, at least 1024. A larger tensor is cut into ranges, which ``megabucket.joined`` puts together.
+            whole: yield whole tensors of the whole model, on all ranks in the same order: a collective call, as is taking each
+                chunk. ``False``: what this rank holds, which are pieces under tensor parallelism and its own experts; nothing
+                is sent.
+
+        Raises:
+            ConfigError: an argument is wrong; or a tensor is sparse, of a subclass (quantized), or cut over ranks that the
+                wrapper does not know.
+            LayoutMismatchError: the ranks give different arguments (``whole=True``).
+            LayoutError: no ranks of the wrapper hold all of a tensor, or some do not know of each other (``whole=True``).
+            PhaseError: a step is open; or, at the next chunk, weights have changed since the call.
+            CallMismatchError: a rank does not take its chunks (``whole=True``).
+            PeerFailedError: another rank has failed (``whole=True``).
+        """
+        from megabucket.weights.export import export_weights  # for those who call it alone
+
+        return export_weights(self, dtype, max_bytes=max_bytes, whole=whole)
+
+    def import_weights(self, chunks: Iterable[WeightChunk]) -> None:
+        """Write exported weights into the parameters and module buffers. The inverse of ``export_weights``.
+
+        A collective call, between two steps. Each rank gives the same values, whole or in pieces, and takes what it holds of
+        them; it may leave out what only other ranks hold. All chunks are in memory before anything is written. Main parameters
+        follow.
+
+        Raises:
+            LayoutError: a tensor is missing, unknown to all ranks, or of another shape or dtype; nothing was written.
+            PhaseError: a step is open, or parameters were added after wrapping.
+            PeerFailedError: another rank has failed; nothing was written.
+        """
+        from megabucket.weights.load import import_weights
+
+        import_weights(self, chunks)
 
     # The wrapper as a module #
 

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -16,7 +16,7 @@ from megabucket.comm import AllReduce, Broadcast, Communicator, Exchange, Reduce
 from megabucket.ddp.groups import DENSE, RankGroups, buffer_groups
 from megabucket.ddp.report import Entry
 from megabucket.errors import ConfigError, PhaseError, ReplicasDivergedError, log_once, name_list
-from megabucket.layout.identity import ParamIdentity, by_place
+from megabucket.layout.identity import ParamIdentity, by_place, canonical_name
 
 
 def broadcast_replica(tensor: torch.Tensor, communicator: Communicator) -> None:
@@ -88,6 +88,39 @@ def unbuffered_state(
 def _own_piece(tensor: Any, group: str) -> tuple[torch.Tensor, str]:
     """Return what this rank holds of a DTensor, which has equals in the dense group alone; else the tensor and its group."""
     return (tensor.to_local(), DENSE) if type(tensor).__name__ == "DTensor" else (tensor, group)
+
+
+def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the persistent buffers that have values, by canonical name; one that is registered twice once.
+
+    Raises:
+        ConfigError: a buffer is a DTensor that is cut over ranks: it has no identity that says where its piece belongs.
+    """
+    found = {}
+    for name, buffer in module.named_buffers():
+        owner, _, key = name.rpartition(".")
+        if not buffer.is_meta and key not in module.get_submodule(owner)._non_persistent_buffers_set:
+            found[canonical_name(name)] = whole_values(f"the module buffer {name!r}", buffer)
+    return found
+
+
+def whole_values(what: str, tensor: Any) -> torch.Tensor:
+    """Return the values on this rank of a tensor without identity, which are whole.
+
+    Args:
+        what: names it in the error.
+
+    Raises:
+        ConfigError: it is a DTensor that is cut over ranks.
+    """
+    if type(tensor).__name__ != "DTensor":
+        return cast("torch.Tensor", tensor)
+    if not all(placement.is_replicate() for placement in tensor.placements):
+        raise ConfigError(
+            f"{what} is a DTensor with the placements {tensor.placements}, and no identity says where this rank's piece "
+            "belongs. Replicate it; a module buffer may be registered with persistent=False instead."
+        )
+    return cast("torch.Tensor", tensor.to_local())
 
 
 @contextmanager

@@ -13,11 +13,14 @@ replica checks, tied weights and checkpoints know about parallelism only from th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from megabucket.errors import LayoutError, name_list
+
+_WRAPPED_IN: Final = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, activation checkpointing
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,45 @@ IdentityOf = Callable[[str, Any], ParamIdentity | None]
 def by_place(names: Iterable[str], identities: Mapping[str, ParamIdentity]) -> list[str]:
     """Return local names in the order of their places in the whole model, which is the same on all ranks with copies."""
     return sorted(names, key=lambda name: (identities[name].global_name, identities[name].offset))
+
+
+def canonical_name(name: str) -> str:
+    """Return a parameter's name without the parts that wrappers of single modules add.
+
+    >>> canonical_name("_orig_mod.layers.0.weight")
+    'layers.0.weight'
+    """
+    for part in _WRAPPED_IN:
+        name = name.replace(part, "")
+    return name
+
+
+def global_names(identities: Mapping[str, ParamIdentity]) -> Callable[[str], str]:
+    """Return a function that gives the global name of a module buffer, or of a module with its dot, by the local one.
+
+    It lies where the parameters beside or around it lie. A module keeps its local name where that is ambiguous.
+
+    Args:
+        identities: of the parameters, by local name.
+    """
+    found: dict[str, str] = {}
+    for name, identity in identities.items():
+        for local, rest in ((name[:end], name[end:]) for end in _module_ends(name)):
+            there = identity.global_name.removesuffix(rest) if identity.global_name.endswith(rest) else local
+            found[local] = there if found.get(local, there) == there else local
+    num_with = Counter(found.values())
+    prefixes = {local: there if num_with[there] == 1 else local for local, there in found.items()}
+
+    def global_name(name: str) -> str:
+        end = max(end for end in _module_ends(name) if name[:end] in prefixes or not end)
+        return prefixes.get(name[:end], "") + name[end:]
+
+    return global_name
+
+
+def _module_ends(name: str) -> list[int]:
+    """Return where the names of the modules in a name end, each with its dot."""
+    return [0, *(index + 1 for index, letter in enumerate(name) if letter == ".")]
 
 
 def plain_identity(name: str, shape: tuple[int, ...]) -> ParamIdentity:

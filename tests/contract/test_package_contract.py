@@ -24,7 +24,9 @@ MAY_IMPORT = {
     "report": BASE | {"config", "trace", "layout", "planning"},
     "comm": BASE | {"config", "trace", "layout"},
     "buffer": BASE | {"config", "trace", "layout", "comm"},
-    "ddp": BASE | {"config", "trace", "layout", "comm", "buffer"},
+    # weights inside export_weights() and import_weights() alone; files never import each other in a circle
+    "ddp": BASE | {"config", "trace", "layout", "comm", "buffer", "weights"},
+    "weights": BASE | {"layout", "comm", "buffer", "ddp", "checkpoint"},
     "optim": BASE | {"config", "trace", "layout", "comm", "buffer", "ddp"},
     "fused": BASE | {"buffer", "comm"},
     "checkpoint": BASE | {"config", "layout", "comm", "buffer", "ddp", "optim"},
@@ -47,7 +49,7 @@ MAY_IMPORT = {
         "report",
         "doctor",
     },
-    "__init__": {"_version", "checkpoint", "config", "layout", "ddp", "measure", "optim"},  # lazily
+    "__init__": {"_version", "checkpoint", "config", "layout", "ddp", "measure", "optim", "weights"},  # lazily
     "__main__": {"cli"},
 }
 WITHOUT_TORCH = [

@@ -25,7 +25,7 @@ from megabucket.testing import LoopbackWorld
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "concepts" / "step-protocol.md"
-PACKAGES = ("buffer", "checkpoint", "comm", "ddp", "integrations", "optim")
+PACKAGES = ("buffer", "checkpoint", "comm", "ddp", "integrations", "optim", "weights")
 OF_PROCESSES = {"same-host copies"}  # threads have no memory of their own
 STEP = "a step"
 NEW = "groups of a new wrapper"
@@ -305,6 +305,8 @@ def calls(api, directory, **config):
     api("load_state_dict()", optimizer.load_state_dict, saved)
     api("check_replicas()", ddp.check_replicas)
     api("broadcast_params()", ddp.broadcast_params)
+    chunks = api("export_weights()", lambda: list(ddp.export_weights(whole=True)))
+    api("import_weights()", ddp.import_weights, chunks)
     api("start_param_sync()", ddp.start_param_sync)
     api("rebuild()", ddp.rebuild)
     measured = mb.param_norms(optimizer)

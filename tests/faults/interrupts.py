@@ -295,6 +295,10 @@ def _save_and_load(trainer: Trainer) -> None:
     load_checkpoint(trainer.root, trainer.ddp, trainer.optimizer)
 
 
+def _export_and_import(trainer: Trainer) -> None:
+    trainer.ddp.import_weights(trainer.ddp.export_weights(whole=True))
+
+
 def _average(trainer: Trainer) -> None:
     average = ShardedEMA(trainer.optimizer, decay=0.5)
     average.update()
@@ -323,6 +327,7 @@ CALLS: dict[str, Call] = {
     "broadcast_params": Call(lambda trainer: trainer.ddp.broadcast_params()),
     "check_replicas": Call(lambda trainer: trainer.ddp.check_replicas()),
     "check_replicas of replicas": Call(lambda trainer: trainer.ddp.check_replicas(), combo=in_forms(Form.REPLICAS)[0]),
+    "export_weights, import_weights": Call(_export_and_import, combo=in_forms(Form.GROUPS)[1]),
     "rebuild": Call(lambda trainer: trainer.ddp.rebuild()),
     "state_dict": Call(lambda trainer: trainer.optimizer.state_dict()),
     "load_state_dict": Call(lambda trainer: trainer.optimizer.load_state_dict(trainer.optimizer.state_dict())),

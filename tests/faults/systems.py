@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megabucket.comm import Communicator, LocalCommunicator
+from megabucket.comm.torch import members_of
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.groups import ParallelGroups, ReductionGroup
+from megabucket.layout.identity import ParamIdentity, plain_identity
 from megabucket.optim import DistributedOptimizer
 from megabucket.optim.chained import ChainedOptimizer
 from megabucket.optim.scaler import DynamicGradScaler
@@ -94,7 +97,13 @@ class Ours:
     def _parallel_groups(self) -> ParallelGroups:
         ranks, form = self._groups, self._combo.form
         if form is Form.GROUPS:
-            return ParallelGroups({"dense": ranks["all"], "expert": ranks["second"]}, group_of={f"{EXPERT}*": "expert"})
+            place = members_of(ranks["second"])[0]  # of the expert that this rank holds
+
+            def identity(name: str, param: torch.Tensor) -> ParamIdentity | None:
+                own = plain_identity(f"expert {place}: {name}", tuple(param.shape))
+                return replace(own, group="expert") if name.startswith(EXPERT) else None
+
+            return ParallelGroups({"dense": ranks["all"], "expert": ranks["second"]}, identity=identity)
         if form is Form.REPLICAS:
             shards = ReductionGroup(ranks["pair"], replicate=ranks["second"])
             return ParallelGroups({"dense": shards}, step_group=ranks["all"])

@@ -21,8 +21,11 @@ from megabucket.optim.owner_exchange import OwnerExchange, _call
 from megabucket.optim.sharding import Sharding
 from megabucket.optim.state_dict import unshard
 from megabucket.optim.updates import Update
+from megabucket.weights.export import _Export
+from megabucket.weights.load import import_weights
 
 EVERY, EVERY_OF_CALL, EVERY_OF_FORM = 101, 503, 401  # lines
+AT_NIGHT = (" of owners", "import_weights")
 
 
 @pytest.mark.slow
@@ -44,9 +47,7 @@ def test_an_interrupt_at_any_line_of_a_step_of_another_form_is_right_or_named_or
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "call", [pytest.param(call, marks=[pytest.mark.nightly] * call.endswith(" of owners")) for call in CALLS]
-)
+@pytest.mark.parametrize("call", [pytest.param(call, marks=[pytest.mark.nightly] * call.endswith(AT_NIGHT)) for call in CALLS])
 def test_an_interrupt_at_any_line_of_a_call_is_right_or_named_or_breaks_all_ranks(call):
     result = interrupt_at_lines(CALLS[call].combo, every=EVERY_OF_CALL, first=2, call=CALLS[call])
 
@@ -78,6 +79,7 @@ def test_an_interrupt_around_owners_is_right_or_named_or_breaks_all_ranks_which_
 
 BETWEEN_EXCHANGES = {
     "check_replicas of replicas": [DistributedDataParallel.check_replicas],
+    "export_weights, import_weights": [_Export.whole, _Export.exchange, import_weights],
     "rebuild": [
         *(DistributedDataParallel.rebuild, DistributedDataParallel._rebuild, torch.nn.Module.__setattr__),
         *(Wrapping.__init__, Wrapping.undo),
@@ -99,7 +101,11 @@ BETWEEN_EXCHANGES = {
 """The functions that make several exchanges in one call."""
 
 
-_MARKS = {"save_checkpoint, load_checkpoint": (pytest.mark.nightly,), "rebuild": (pytest.mark.slow,)}
+_MARKS = {
+    "save_checkpoint, load_checkpoint": (pytest.mark.nightly,),
+    "export_weights, import_weights": (pytest.mark.nightly,),
+    "rebuild": (pytest.mark.slow,),
+}
 
 
 @pytest.mark.parametrize("call", [pytest.param(call, marks=_MARKS.get(call, ())) for call in BETWEEN_EXCHANGES])

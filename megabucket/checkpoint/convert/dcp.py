@@ -20,7 +20,6 @@ import torch
 from torch.distributed.checkpoint import api, filesystem, metadata, planner, state_dict_loader, state_dict_saver
 
 from megabucket.buffer import dtype_name, dtype_named
-from megabucket.checkpoint.canonical import canonical_name
 from megabucket.checkpoint.capture import (
     Prefix,
     TrainingParts,
@@ -39,6 +38,7 @@ from megabucket.checkpoint.values import decode
 from megabucket.comm import ForwardingCommunicator, ProcessGroupCommunicator
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointError, ConfigError, name_list
+from megabucket.layout.identity import canonical_name
 from megabucket.optim.param_state import MAIN_PARAM
 from megabucket.optim.state_dict import KNOWN_NUMBERS, NUMBER_TYPES, StateEntry, describe_number, entry_from_json, number_in
 

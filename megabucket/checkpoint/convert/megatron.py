@@ -22,13 +22,14 @@ from typing import Any, Final, NoReturn
 import torch
 
 from megabucket.buffer import dtype_name, dtype_named
-from megabucket.checkpoint.canonical import canonical_name, whole_piece
+from megabucket.checkpoint.canonical import whole_piece
 from megabucket.checkpoint.capture import Prefix, optimizer_values, state_name, values_of_state
 from megabucket.checkpoint.format import Snapshot
 from megabucket.checkpoint.ranks import AloneRanks
 from megabucket.checkpoint.save import SaveSettings, save_snapshot
 from megabucket.errors import CheckpointMismatchError, name_list
 from megabucket.layout import BufferLayout, ModelLayout
+from megabucket.layout.identity import canonical_name
 from megabucket.optim.state_dict import StateEntry, describe_number
 
 _SOURCE: Final = "the state of Megatron's DistributedOptimizer"
