@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megabucket.optim import ConstantGradScaler, DistributedOptimizer, DynamicGradScaler, StepResult
     from megabucket.optim.averaging import ParamNorms, ShardedEMA, param_groups, param_norms
     from megabucket.optim.chained import ChainedOptimizer
-    from megabucket.weights.chunk import WeightChunk, WeightEntry, joined, named_weights
+    from megabucket.weights.chunk import WeightChunk, WeightEntry, joined_weights, named_weights
 
 _NAMES_BY_MODULE = {
     "megabucket.checkpoint.checkpointer": ("Checkpointer", "can_load", "load_checkpoint", "save_checkpoint"),
@@ -40,7 +40,7 @@ _NAMES_BY_MODULE = {
     "megabucket.optim": ("ConstantGradScaler", "DistributedOptimizer", "DynamicGradScaler", "StepResult"),
     "megabucket.optim.averaging": ("ParamNorms", "ShardedEMA", "param_groups", "param_norms"),
     "megabucket.optim.chained": ("ChainedOptimizer",),
-    "megabucket.weights.chunk": ("WeightChunk", "WeightEntry", "joined", "named_weights"),
+    "megabucket.weights.chunk": ("WeightChunk", "WeightEntry", "joined_weights", "named_weights"),
 }
 _HOME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
@@ -69,7 +69,7 @@ __all__ = [
     "can_load",
     "check_layout",
     "finalize_grads",
-    "joined",
+    "joined_weights",
     "load_checkpoint",
     "named_weights",
     "open_checkpoint",

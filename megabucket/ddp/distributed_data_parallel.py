@@ -463,7 +463,8 @@ class DistributedDataParallel(torch.nn.Module):
 
         Args:
             dtype: to convert floating weights to; ``None``: none is converted.
-            max_bytes: of a chunk, at least 1024. A larger tensor is cut into ranges, which ``megabucket.joined`` puts together.
+            max_bytes: of a chunk, at least 1024. A larger tensor is cut into ranges; ``megabucket.joined_weights`` puts them
+                together.
             whole: yield whole tensors of the whole model, on all ranks in the same order: a collective call, as is taking each
                 chunk. ``False``: what this rank holds, which are pieces under tensor parallelism and its own experts; nothing
                 is sent.

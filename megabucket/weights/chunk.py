@@ -116,7 +116,7 @@ def entry_of(data: Mapping[str, Any]) -> WeightEntry:
     return WeightEntry(**fields)
 
 
-def joined(chunks: Iterable[WeightChunk]) -> Iterator[tuple[WeightEntry, torch.Tensor]]:
+def joined_weights(chunks: Iterable[WeightChunk]) -> Iterator[tuple[WeightEntry, torch.Tensor]]:
     """Yield each tensor or piece in its shape: a view of its chunk, or a copy where several chunks hold ranges of it.
 
     Raises:
@@ -152,11 +152,11 @@ def named_weights(chunks: Iterable[WeightChunk]) -> dict[str, torch.Tensor]:
         LayoutError: a tensor is a piece of a larger one, or a range of one is missing.
     """
     found: dict[str, torch.Tensor] = {}
-    for entry, tensor in joined(chunks):
+    for entry, tensor in joined_weights(chunks):
         if entry.shape != entry.global_shape:
             raise LayoutError(
                 f"{entry.name!r} is a piece of shape {entry.shape} at {entry.offset} of a tensor of shape "
-                f"{entry.global_shape}. Export with whole=True, or put the pieces of joined() in their places."
+                f"{entry.global_shape}. Export with whole=True, or put the pieces of joined_weights() in their places."
             )
         found |= dict.fromkeys((entry.name, *entry.aliases), tensor)
     return found

@@ -13,7 +13,7 @@ import torch
 from megabucket.checkpoint.format import overlap
 from megabucket.comm import exchange
 from megabucket.errors import LayoutError, name_list
-from megabucket.weights.chunk import WeightChunk, WeightEntry, joined
+from megabucket.weights.chunk import WeightChunk, WeightEntry, joined_weights
 from megabucket.weights.export import Exported, Held, device_of, first_problems, held_weights
 
 _CALL: Final = "import_weights()"
@@ -27,7 +27,7 @@ def import_weights(ddp: Exported, chunks: Iterable[WeightChunk]) -> None:
         ddp.sync.check_between_steps(_CALL)
         ddp.finish_param_sync()
         held, given = list(held_weights(ddp).values()), dict[str, list[tuple[WeightEntry, torch.Tensor]]]()
-        for entry, values in joined(chunks):
+        for entry, values in joined_weights(chunks):
             given.setdefault(entry.name, []).append((entry, values))
         copies = _copies(held, given)
         call.open()

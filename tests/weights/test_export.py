@@ -104,7 +104,7 @@ def test_chunks_of_one_rank_are_views_of_the_buffer_and_hold_the_state_dict(whol
     assert all(one.tensor.is_contiguous() and one.tensor.nbytes <= 2048 and not one.tensor.requires_grad for one in chunks)
     weights = ddp.state_dict()
     assert_equal(mb.named_weights(sent(chunks)), weights)
-    strides = {entry.name: tensor.stride() for entry, tensor in mb.joined(chunks)}
+    strides = {entry.name: tensor.stride() for entry, tensor in mb.joined_weights(chunks)}
     assert strides["conv.weight"] == ddp.module.conv.weight.stride() == (27, 1, 9, 3)
     assert strides["frozen.weight"] == ddp.module.frozen.weight.stride() == (8, 1, 4, 2)
     Mixed().load_state_dict(mb.named_weights(chunks))
@@ -502,7 +502,7 @@ def test_pieces_say_where_they_belong_and_nothing_is_sent():
     num_launched = [len(ranks.world.schedule(rank)) for rank in range(4)]
     whole = Parallel().state_dict()
 
-    found = [{e.name: (e, t) for e, t in mb.joined(ddp.export_weights())} for ddp in ranks.ddps]
+    found = [{e.name: (e, t) for e, t in mb.joined_weights(ddp.export_weights())} for ddp in ranks.ddps]
 
     assert [len(ranks.world.schedule(rank)) for rank in range(4)] == num_launched
     assert set(found[1]) == {"cut.column", "cut.row", "cut.bias", "experts.1", "both", "count"}
