@@ -214,7 +214,7 @@ class _ParamAndGradBucketGroup:
         self.is_withheld = False  # every ``param.grad`` stands for a gradient that was sent
         self._scaled_before: list[tuple[torch.Tensor, float]] = []
         self.grad_shards: list[torch.Tensor] = []
-        """Of this rank, by bucket, where gradients are reduce-scattered."""
+        """Of this rank, by bucket, where gradients are reduce-scattered; gathered in each step, or by ``force_all_reduce``."""
         self._prepare_slots()
         self._prepare(divisor)
 
@@ -232,7 +232,7 @@ class _ParamAndGradBucketGroup:
         """Make the batches."""
         communicator, policy, replicas, rank = self.communicator, self.policy, self._replicas, self.communicator.rank
         num_ranks = communicator.size * (1 if replicas is None else replicas.communicator.size)
-        op = ReduceOp.AVG if policy.averages_in_collective else ReduceOp.SUM
+        op, in_order = ReduceOp.AVG if policy.averages_in_collective else ReduceOp.SUM, policy.sums_in_rank_order
         if not policy.averages:
             divisor = 1.0
         reductions: list[Call] = []
@@ -249,13 +249,14 @@ class _ParamAndGradBucketGroup:
                 factor, after = 1.0 / divisor, 1.0
             if factor != 1:
                 self._scaled_before.append((grad, factor))
-            if policy.is_sharded:
+            if policy.is_sharded or policy.gathers_grads:
                 shard, in_fp32 = bucket.shard(grad, rank), policy.accumulates_in_fp32 and grad.itemsize == 2
                 if replicas is not None:  # divided once, after the last sum
-                    over_replicas.append(AllReduce(shard, op, after))
+                    over_replicas.append(AllReduce(shard, op, after, in_order))
                     after = 1.0
-                reductions.append(ReduceScatter(shard, grad, op, in_fp32=in_fp32, divisor=after))
-                gathers.append(AllGather(param, bucket.shard(param, rank)))
+                reductions.append(ReduceScatter(shard, grad, op, in_fp32, after, in_order))
+                if policy.is_sharded:
+                    gathers.append(AllGather(param, bucket.shard(param, rank)))
                 self.grad_shards.append(shard)
             else:
                 reductions.append(AllReduce(grad, op, after))
@@ -266,6 +267,8 @@ class _ParamAndGradBucketGroup:
                 headrooms.append(1.0)
             else:
                 headrooms.append(max(2.0 ** (num_ranks - 1).bit_length() * factor, 1.0))
+        wholes = [AllGather(bucket.grad_data, shard) for bucket, shard in zip(self.buckets, self.grad_shards, strict=False)]
+        self._whole_grads = communicator.prepare(wholes)
         self._grad_calls, self._gather_calls = communicator.prepare(reductions), communicator.prepare(gathers)
         self._over_replicas = (communicator if replicas is None else replicas.communicator).prepare(over_replicas)
         self.finite_test = FiniteTest(self.slots, [bucket.grad_data for bucket in self.buckets], headrooms)
@@ -502,7 +505,7 @@ class _ParamAndGradBucketGroup:
         self.missing, self.cleared = tuple(missing), tuple(cleared)
 
     def _launch_grads(self) -> None:
-        self._is_everywhere = not self.policy.is_sharded
+        self._is_everywhere = not self.grad_shards
         self._grad_handle = self.communicator.handle(self._grad_calls, label=self.label)
         if self._replicas is not None:
             label = f"{self.label} over replicas"
@@ -539,15 +542,20 @@ class _ParamAndGradBucketGroup:
         if self._local_grads:
             torch._foreach_copy_(self._local_grads, self._local_copies)
 
-    def gather_grads(self) -> None:
-        """Gather the reduced shards of all ranks, for ``force_all_reduce``. The ranks have agreed that all of them do so.
+    def launch_grad_gather(self) -> None:
+        """Gather the reduced shards of all ranks. The ranks have agreed that all of them do so.
 
         Does nothing if they are here already.
         """
-        if self._is_everywhere:
+        if not self._is_everywhere:
+            self._grad_handle = self.communicator.launch(self._whole_grads, label=f"gradient gather {self.index}")
+
+    def finish_grad_gather(self) -> None:
+        """Wait for the gather, if one was launched, and finish the whole gradients."""
+        if self._is_everywhere or self._grad_handle is None:
             return
-        calls = [AllGather(bucket.grad_data, shard) for bucket, shard in zip(self.buckets, self.grad_shards, strict=True)]
-        self.communicator.launch(calls, label=f"gradient gather {self.index}").wait()
+        self._grad_handle.wait()
+        self._grad_handle = None
         self.copy_to_local_grads()
         if self.policy.tests_finite:
             self.sum_test.run()

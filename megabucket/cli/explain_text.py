@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megabucket.config.ddp import DistributedDataParallelConfig
@@ -175,8 +175,12 @@ def _alignment_entries(config: DistributedDataParallelConfig, dp_size: int) -> t
 
 
 def _reduction_entries(config: DistributedDataParallelConfig, dp_size: int, *, is_float16: bool) -> tuple[Resolved, ...]:
+    order = "; reduction_order='rank': added in rank order" if config.reduction_order == "rank" else ""
     if config.use_distributed_optimizer:
         collective = Resolved("collective", "reduce_scatter", "use_distributed_optimizer=True: a rank needs its shard only")
+    elif order:
+        why = "reduction_order='rank': every rank adds its part of each bucket, and all parts are gathered after backward"
+        collective = Resolved("collective", "reduce_scatter, all_gather", why)
     else:
         collective = Resolved("collective", "all_reduce", "use_distributed_optimizer=False: every rank steps on all parameters")
     if config.grad_reduction == "sum":
@@ -191,6 +195,7 @@ def _reduction_entries(config: DistributedDataParallelConfig, dp_size: int, *, i
         if is_float16:
             once = "partly before and partly after the sum, so that float16 neither overflows nor underflows"
         scale, why = 1.0 / dp_size, f"grad_reduction='mean': 1 / dp_size={dp_size}, {once}"
+    op = replace(op, reason=op.reason + order)
     return collective, op, Resolved("gradient_scale", scale, why)
 
 

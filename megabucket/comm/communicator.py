@@ -47,6 +47,7 @@ class AllReduce:
     full: torch.Tensor  # 1D, contiguous
     op: ReduceOp = ReduceOp.SUM
     divisor: float = 1.0
+    in_rank_order: bool = False  # as in ReduceScatter; each rank receives the whole tensors of all
     kind = CollectiveKind.ALL_REDUCE
 
 
@@ -62,6 +63,7 @@ class ReduceScatter:
     op: ReduceOp = ReduceOp.SUM
     in_fp32: bool = False  # add 16-bit elements in float32 and round once, on any back-end
     divisor: float = 1.0
+    in_rank_order: bool = False  # add in rank order on any back-end; 16-bit elements as with in_fp32
     kind = CollectiveKind.REDUCE_SCATTER
 
 

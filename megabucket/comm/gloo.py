@@ -14,13 +14,12 @@ The bits are always those of gloo's own collectives. Figures: docs/decisions/glo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Final, NamedTuple
 
 import torch
 
 from megabucket.comm.communicator import AllGather, AllReduce, Broadcast, BufferCall, Call, ReduceOp, ReduceScatter
-from megabucket.comm.plan import BLOCK_NUMEL, Operation, Plan, divisions
+from megabucket.comm.plan import BLOCK_NUMEL, Operation, Plan, additions_of, divisions
 
 _MOST_RANKS: Final = 8  # more ranks were not measured
 _SMALL_BYTES: Final = 1 << 20
@@ -147,21 +146,6 @@ def _additions(
         yield from additions_of(pieces, block.ranks, own_rank=rank, add=add)
 
 
-def additions_of(
-    pieces: Sequence[torch.Tensor],
-    ranks: Sequence[int],
-    *,
-    own_rank: int,
-    add: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.Tensor.add_,
-) -> Iterator[Operation]:
-    """Yield the additions of the pieces of the ranks, in that order; the sum ends in the own piece."""
-    total = pieces[0]
-    for source, piece in zip(ranks[1:], pieces[1:], strict=True):
-        if source == own_rank:
-            total, piece = piece, total  # noqa: PLW2901 - swap the addends
-        yield partial(add, total, piece)
-
-
 # The order of additions in gloo's ring #
 
 
@@ -202,6 +186,12 @@ def ring_blocks(elements: range, *, numel: int, itemsize_bytes: int, num_ranks: 
         for block in range(first, last, block_numel):
             yield Stretch(block - elements.start, min(block + block_numel, last) - elements.start, ranks)
         first = last
+
+
+def rank_blocks(numel: int, *, num_ranks: int, block_numel: int) -> Iterator[Stretch]:
+    """Yield stretches of ``block_numel`` elements at most that are added in rank order."""
+    for start in range(0, numel, block_numel):
+        yield Stretch(start, min(start + block_numel, numel), tuple(range(num_ranks)))
 
 
 def _chunk_bytes(total_bytes: int, itemsize_bytes: int, num_ranks: int) -> int:

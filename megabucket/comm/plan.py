@@ -1,15 +1,15 @@
 """What every back-end of torch plans for a batch: copies, collectives, in-place operations after them.
 
-Torch's own collectives, coalesced where torch can, and the reduction of 16-bit gradients in float32. That one is an exchange on
-any back-end: every rank sends each other rank its part, and the float32 sum is rounded once. Exchanges that are faster on gloo
-are in ``comm/gloo.py``. Nothing is launched here.
+Torch's own collectives, coalesced where torch can, and sums in rank order, of 16-bit gradients in float32. These are exchanges
+on any back-end: every rank sends each other rank its part and adds those it receives; a float32 sum of 16-bit values is rounded
+once. Exchanges that are faster on gloo are in ``comm/gloo.py``. Nothing is launched here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -76,28 +76,31 @@ class Plan:
         self.starts += [self._start_of(batch) for batch in batches.values()]
         self.after += divisions(calls)
 
-    def add_in_fp32(self, calls: Sequence[ReduceScatter]) -> None:
-        """Plan reduce-scatters of 16-bit parts that are added in float32, in rank order, and rounded once.
+    def add_in_rank_order(self, calls: Sequence[AllReduce | ReduceScatter]) -> None:
+        """Plan reductions that are added in rank order; 16-bit elements in float32, which is rounded once.
 
-        It is an all-to-all, on any back-end. The bits do not depend on bucket sizes.
+        A reduce-scatter is an all-to-all, an all-reduce a broadcast of each rank's tensor, on any back-end. The bits do not
+        depend on bucket sizes.
         """
         for call in calls:
-            if Accelerator.of(call.full.device) is not None:
+            is_on_host = Accelerator.of(call.full.device) is None
+            if isinstance(call, ReduceScatter) and not (is_on_host or call.in_rank_order):
                 self._add_in_one_kernel(call)
                 continue
-            parts = self._exchange(call)
-            numel = call.shard.numel()
-            block_numel = min(numel, BLOCK_NUMEL)
-            total = torch.empty(block_numel, dtype=torch.float32, device="cpu")
+            parts = self._exchange(call) if isinstance(call, ReduceScatter) else self._exchange_whole(call.full.data.view(-1))
+            numel = parts[0].numel()
+            block_numel = min(numel, BLOCK_NUMEL) if is_on_host else numel
+            total = wide_block(parts[0], block_numel)
             for first in range(0, numel, block_numel):
                 pieces = [part[first : first + block_numel] for part in parts]
-                sum_of_block = total[: pieces[0].numel()]
-                self.after.append(partial(torch.Tensor.copy_, sum_of_block, pieces[0]))
-                self.after += [partial(torch.Tensor.add_, sum_of_block, piece) for piece in pieces[1:]]
-                if call.op is ReduceOp.AVG:
-                    self.after.append(partial(torch.Tensor.div_, sum_of_block, self._size))
-                self.after.append(partial(torch.Tensor.copy_, pieces[self._rank], sum_of_block))
+                self.after += additions_in_rank_order(pieces, call.op, own_rank=self._rank, total=total)
         self.after += divisions(calls)
+
+    def _exchange_whole(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """Send a tensor to all ranks; return the tensors of all, by rank."""
+        tensors = [own if rank == self._rank else torch.empty_like(own) for rank in range(self._size)]
+        self.starts += [self._start_of([Broadcast(tensor, root)]) for root, tensor in enumerate(tensors)]
+        return tensors
 
     def _add_in_one_kernel(self, call: ReduceScatter) -> None:
         """Add on a device, where few launches matter most. Its kernel decides the order of additions."""
@@ -190,6 +193,55 @@ def _options(kind: Callable[[], Any], *, op: ReduceOp | None = None, root: int =
     if root:
         options.rootRank = root
     return options
+
+
+def is_in_rank_order(call: Call) -> TypeGuard[AllReduce | ReduceScatter]:
+    """Return whether a call is a sum in rank order, whatever its back-end does."""
+    return isinstance(call, AllReduce | ReduceScatter) and (
+        call.in_rank_order or (isinstance(call, ReduceScatter) and call.in_fp32)
+    )
+
+
+def wide_block(part: torch.Tensor, numel: int) -> torch.Tensor | None:
+    """Return memory for float32 sums of ``numel`` elements of a 16-bit part; ``None`` for others, which add in place."""
+    return torch.empty(numel, dtype=torch.float32, device=part.device) if part.itemsize == 2 else None
+
+
+def additions_in_rank_order(
+    pieces: Sequence[torch.Tensor], op: ReduceOp, *, own_rank: int, total: torch.Tensor | None
+) -> Iterator[Operation]:
+    """Yield the additions of the pieces of all ranks, in rank order; the sum, or the mean, ends in the own piece.
+
+    Args:
+        pieces: by rank; they are overwritten.
+        total: of ``wide_block``, at least as long as a piece.
+    """
+    own = pieces[own_rank]
+    result = own if total is None else total[: own.numel()]
+    if total is None:
+        yield from additions_of(pieces, range(len(pieces)), own_rank=own_rank)
+    else:
+        yield partial(torch.Tensor.copy_, result, pieces[0])
+        yield from (partial(torch.Tensor.add_, result, piece) for piece in pieces[1:])
+    if op is ReduceOp.AVG:
+        yield partial(torch.Tensor.div_, result, len(pieces))
+    if result is not own:
+        yield partial(torch.Tensor.copy_, own, result)
+
+
+def additions_of(
+    pieces: Sequence[torch.Tensor],
+    ranks: Sequence[int],
+    *,
+    own_rank: int,
+    add: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.Tensor.add_,
+) -> Iterator[Operation]:
+    """Yield the additions of the pieces of the ranks, in that order; the sum ends in the own piece."""
+    total = pieces[0]
+    for source, piece in zip(ranks[1:], pieces[1:], strict=True):
+        if source == own_rank:
+            total, piece = piece, total  # noqa: PLW2901 - swap the addends
+        yield partial(add, total, piece)
 
 
 def divisions(calls: Iterable[Call], *, averages_over: int = 1, result: torch.Tensor | None = None) -> list[Operation]:

@@ -51,9 +51,9 @@ from megabucket.comm.communicator import (
     ReduceScatter,
 )
 from megabucket.comm.exchange import exchange
-from megabucket.comm.gloo import additions_of, can_exchange_among, places_in_sums, ring_blocks
+from megabucket.comm.gloo import can_exchange_among, places_in_sums, rank_blocks, ring_blocks
 from megabucket.comm.liveness.observations import identify_this_process
-from megabucket.comm.plan import Operation, Plan, divisions
+from megabucket.comm.plan import Operation, Plan, additions_in_rank_order, additions_of, divisions, wide_block
 from megabucket.comm.torch import ProcessGroupCommunicator, WorkHandle
 from megabucket.trace.recorder import CollectiveRecord
 
@@ -128,7 +128,7 @@ def can_copy(calls: Sequence[Call]) -> bool:
 
 def _is_readable(call: BufferCall) -> bool:
     if isinstance(call, ReduceScatter):
-        return call.op is not ReduceOp.MAX and not call.in_fp32
+        return call.op is not ReduceOp.MAX and (call.in_rank_order or not call.in_fp32)
     if isinstance(call, AllReduce):
         return call.op is not ReduceOp.MAX and call.full.is_floating_point()
     return isinstance(call, AllGather)
@@ -195,16 +195,21 @@ class _Copies:
                 yield from self._memory.reads(part, rank, self._addresses[rank][index] + part.data_ptr() - full.data_ptr())
 
     def _sum(self) -> Iterator[_Action]:
-        """Yield the operations that sum this rank's part of each call, in the order of gloo's ring, and divide it."""
+        """Yield the operations that sum this rank's part of each call, in the order it asks for or gloo's, and divide it."""
         for index, (call, (start, numel)) in enumerate(zip(self._calls, places_in_sums(self._calls), strict=True)):
-            yield from self._sum_one(call, [of_rank[index] for of_rank in self._addresses], start, numel)
+            if isinstance(call, AllReduce | ReduceScatter):
+                yield from self._sum_one(call, [of_rank[index] for of_rank in self._addresses], start, numel)
 
-    def _sum_one(self, call: BufferCall, addresses: Sequence[int], start: int, numel: int) -> Iterator[_Action]:
+    def _sum_one(self, call: AllReduce | ReduceScatter, addresses: Sequence[int], start: int, numel: int) -> Iterator[_Action]:
         full = call.full.data
         own, itemsize = self._part(full, self._rank), full.element_size()
         offset = (own.data_ptr() - full.data_ptr()) // itemsize
         elements, block_numel = range(start + offset, start + offset + own.numel()), BLOCK_BYTES // itemsize
-        for block in ring_blocks(elements, numel=numel, itemsize_bytes=itemsize, num_ranks=self._size, block_numel=block_numel):
+        blocks = ring_blocks(elements, numel=numel, itemsize_bytes=itemsize, num_ranks=self._size, block_numel=block_numel)
+        if call.in_rank_order:
+            blocks = rank_blocks(own.numel(), num_ranks=self._size, block_numel=block_numel)
+        total = wide_block(own, block_numel) if call.in_rank_order else None
+        for block in blocks:
             pieces = []
             for rank in block.ranks:
                 piece = own[block.start : block.stop]
@@ -212,9 +217,11 @@ class _Copies:
                     piece = self._memory.block(rank, full.dtype)[: piece.numel()]
                     yield from self._memory.reads(piece, rank, addresses[rank] + (offset + block.start) * itemsize)
                 pieces.append(piece)
+            result, averages_over = own[block.start : block.stop], self._size
             additions = additions_of(pieces, block.ranks, own_rank=self._rank)
-            result = own[block.start : block.stop]
-            for operation in (*additions, *divisions([call], averages_over=self._size, result=result)):
+            if call.in_rank_order:
+                additions, averages_over = additions_in_rank_order(pieces, call.op, own_rank=self._rank, total=total), 1
+            for operation in (*additions, *divisions([call], averages_over=averages_over, result=result)):
                 yield operation, self._rank, 0
 
 

@@ -39,14 +39,13 @@ from megabucket.comm.communicator import (
     LaunchCount,
     LocalCommunicator,
     RankState,
-    ReduceScatter,
     WrapperRanks,
 )
 from megabucket.comm.device import Accelerator, Arrived, HostCopy
 from megabucket.comm.gloo import GlooPlan
 from megabucket.comm.liveness.heartbeat import Heartbeat, report_before_wrap
 from megabucket.comm.liveness.watch import Liveness, PeerWatch, Work, wait_slice
-from megabucket.comm.plan import Operation, Plan
+from megabucket.comm.plan import Operation, Plan, is_in_rank_order
 from megabucket.errors import (
     CollectiveError,
     ConfigError,
@@ -176,9 +175,9 @@ class _Channel(Communicator):
         kind = GlooPlan if backend.name == _GLOO else Plan
         plan = kind(rank=self.rank, size=self.size, waits_like_gloo=backend.waits_like_gloo, is_kept=is_kept)
         plan.accelerator = Accelerator.of(device)
-        wide = [call for call in batch if isinstance(call, ReduceScatter) and call.in_fp32]
-        rest = [call for call in batch if call not in wide]
-        plan.add_in_fp32(wide)
+        ordered = [call for call in batch if is_in_rank_order(call)]
+        rest = [call for call in batch if not is_in_rank_order(call)]
+        plan.add_in_rank_order(ordered)
         if rest and isinstance(plan, GlooPlan):
             # All ranks plan the same batches in the same order, so they run out of room at the same one.
             self._room_bytes -= plan.add_for_gloo(rest, room_bytes=self._room_bytes if is_kept else None)

@@ -180,6 +180,13 @@ class DistributedDataParallelConfig(Section):
     """Send 16-bit gradients as they are, add them in float32 in rank order, and round once. Takes as much memory as the
     16-bit gradient buffer, half of it with 2 ranks. Does not change float32 gradients."""
 
+    reduction_order: Literal["backend", "rank"] = "backend"
+    """The order in which the values of the ranks are added; with three ranks or more it decides the last bits. ``backend``:
+    that of the back-end, which depends on how buckets are cut. ``rank``: rank order, inside each replica and then over
+    replicas, 16-bit values in float32 and rounded once; and the norm is added without rounding. Weights are then the same, bit
+    by bit, for every bucket plan, mode and exchange. An all-reduce becomes a reduce-scatter and a gather after backward. Takes
+    as much memory as the gradient buffer, half of it with 2 ranks; none for buckets that ranks read in each other's memory."""
+
     read_peer_memory: bool = True
     """Let the ranks of a gloo group read each other's memory instead of using sockets, if at most 8 of them run on one host
     and the kernel permits it. For buckets of 1 MiB and more; not with ``fence=False``. The result does not depend on it."""
@@ -279,6 +286,11 @@ class DistributedDataParallelConfig(Section):
         if self.average_in_collective and self.grad_reduction == "sum":
             problems.append(
                 "average_in_collective=True divides, but grad_reduction='sum' asks for the plain sum; drop one of them"
+            )
+        if self.reduction_order == "rank" and self.layout == "megatron" and not self.use_distributed_optimizer:
+            problems.append(
+                "reduction_order='rank' adds equal parts of each bucket on each rank, but layout='megatron' without "
+                "use_distributed_optimizer does not pad buckets to equal parts; use layout='stable'"
             )
         problems += [
             f"{field}=True needs {needed}=True{why}"

@@ -188,6 +188,10 @@ class StepPolicy:
     averages_in_collective: bool = False
     accumulates_in_fp32: bool = False
     """Whether a reduce-scatter adds 16-bit gradients up in float32."""
+    sums_in_rank_order: bool = False
+    """Whether all sums over ranks that reach the weights have one order, so that their bits do not depend on buckets."""
+    gathers_grads: bool = False
+    """Whether gradients are reduce-scattered, and gathered in every step, instead of all-reduced."""
     is_one_batch: bool = False
     """Whether all buckets go out together."""
     finishes_with_backward: bool = False
@@ -220,6 +224,8 @@ def resolve_step(config: DistributedDataParallelConfig) -> StepPolicy:
         averages=config.grad_reduction == "mean",
         averages_in_collective=config.average_in_collective,
         accumulates_in_fp32=config.reduce_scatter_with_fp32_accumulation,
+        sums_in_rank_order=config.reduction_order == "rank",
+        gathers_grads=config.reduction_order == "rank" and not is_sharded,
         is_one_batch=config.bucket_groups == "single",
         finishes_with_backward=config.finish == "auto" and not is_sharded,
         is_explicit=config.finish == "explicit",

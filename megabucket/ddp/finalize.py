@@ -113,7 +113,8 @@ def _sum_over_copies(wrappers: Sequence[DistributedDataParallel], copies: Mappin
         for pieces in by_dtype.values():
             # One collective for many small tensors; no copy for a single large one.
             flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-            communicator.launch([AllReduce(flat)], label=f"gradients along {along}").wait()
+            in_order = wrappers[0].policy.sums_in_rank_order
+            communicator.launch([AllReduce(flat, in_rank_order=in_order)], label=f"gradients along {along}").wait()
             if flat is not pieces[0]:
                 torch._foreach_copy_(pieces, list(flat.split([piece.numel() for piece in pieces])))
     for group in chain.from_iterable(ddp.bucket_groups for ddp in wrappers if copies):

@@ -719,9 +719,12 @@ class GradSync:
         Raises:
             NonFiniteGradientError: the sum is not finite, on all ranks.
         """
-        if self.force_all_reduce and self.policy.is_sharded:  # alike on all ranks: the fence has compared it
+        # Alike on all ranks: the fence has compared it.
+        if self.policy.gathers_grads or (self.force_all_reduce and self.policy.is_sharded):
             for group in self.groups:
-                group.gather_grads()
+                group.launch_grad_gather()
+            for group in self.groups:
+                group.finish_grad_gather()
         if self._schedule.sum_tests and (fields := self._schedule.find_nonfinite_sums()):
             error = NonFiniteGradientError(step=self.step, rank=None, **fields)
             if not self.policy.skips_nonfinite:

@@ -173,7 +173,7 @@ class ChainedOptimizer(SteppingForWrapper):
         ]
         if failed := [index for index, norm in enumerate(norms) if not norm <= optimizers[index].largest_norm]:
             # Several may share the norm: name one with a bad gradient on this rank, if there is one.
-            at_fault = [index for index in failed if not all(map(math.isfinite, map(float, norms_of[index])))]
+            at_fault = [index for index in failed if not all(bool(norm.isfinite().all()) for norm in norms_of[index])]
             index = (at_fault or failed)[0]
             return self._skip(f"optimizer {index}: {optimizers[index].why_not(norms[index])}", norm=common)
         for optimizer, norm in zip(optimizers, norms, strict=True):

@@ -22,7 +22,7 @@ from megabucket.ddp.report import Hyperparameters, read_hyperparameters
 from megabucket.ddp.step import AGREED, REPORTED, UPDATING, StepState
 from megabucket.errors import ConfigError, PhaseError, UnreducedGradientsError, name_list, refuse_copies
 from megabucket.optim.kernels import find_kernels
-from megabucket.optim.norm import GlobalNorm, check_norm_settings, clip_by_norm
+from megabucket.optim.norm import ExactNorm, GlobalNorm, check_norm_settings, clip_by_norm
 from megabucket.optim.sharding import Sharding
 from megabucket.optim.shards import GradShard
 from megabucket.optim.state_dict import join, pack
@@ -184,7 +184,8 @@ class DistributedOptimizer(SteppingForWrapper):
         # Even if no norm is wanted it finds non-finite gradients, on which ranks with other parts of the model must agree.
         is_whole = ranks.norm is None and not self._is_sharded and self._has_norm
         kernel = self._kernels.l2_norm
-        return GlobalNorm(ranks.norm or ranks.step, device=device, is_whole=is_whole, norm_type=norm_type, l2_norm=kernel)
+        kind = ExactNorm if self.ddp.policy.sums_in_rank_order and norm_type != math.inf else GlobalNorm
+        return kind(ranks.norm or ranks.step, device=device, is_whole=is_whole, norm_type=norm_type, l2_norm=kernel)
 
     # Rebuilding #
 
@@ -682,7 +683,7 @@ class DistributedOptimizer(SteppingForWrapper):
         if not max_norm >= 0:
             raise ConfigError(f"max_norm must be a number >= 0, got {max_norm!r}")
         kind = self._settings["norm_type"] if norm_type is None else norm_type
-        check_norm_settings(0.0, kind, math.inf)
+        check_norm_settings(0.0, kind, math.inf, is_exact=self.ddp.policy.sums_in_rank_order)
         if not self._has_norm:
             self.sharding.check_norm(is_wanted=True)
         if self.ddp.sync.skip_reason:

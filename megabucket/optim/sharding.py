@@ -376,7 +376,8 @@ class Sharding:
         """
         with self._ddp.sync.call(label) as call:
             clip_grad, threshold = settings["clip_grad"], settings["grad_norm_skip_threshold"]
-            check_norm_settings(clip_grad, settings["norm_type"], threshold)
+            is_exact = self._ddp.policy.sums_in_rank_order
+            check_norm_settings(clip_grad, settings["norm_type"], threshold, is_exact=is_exact)
             find_kernels(settings["kernels"], self._ddp.param_and_grad_buffers[0].grad_data.device)
             returns_some = settings["returns_grad_norm"] or settings["returns_num_zeros"]
             self.check_norm(is_wanted=clip_grad > 0 or threshold < math.inf or returns_some)

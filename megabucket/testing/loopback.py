@@ -3,7 +3,8 @@
 Collectives are matched by their position in each rank's schedule; each group of ranks has one schedule for data and one for
 control. A mismatch fails at once and names both calls, where a process group would hang or mix data. Results are computed when
 a collective completes: at the last launch, or, with ``completion="manual"``, when the test says so, in any order. Sums run in
-rank order in the tensors' own dtype.
+the tensors' own dtype and in the order of gloo's ring, so that with three ranks or more the last bits depend on where an
+element lies in its batch; calls that ask for rank order get it.
 
 The input of every call is copied at launch and compared bit by bit at completion, so every write into a buffer in flight is
 found.
@@ -33,6 +34,8 @@ from megabucket.comm import (
     ReduceScatter,
 )
 from megabucket.comm.communicator import BufferCall, Finding, RankState
+from megabucket.comm.gloo import places_in_sums, ring_blocks
+from megabucket.comm.plan import is_in_rank_order
 from megabucket.errors import CollectiveError
 from megabucket.trace.clock import HostClock
 from megabucket.trace.recorder import CollectiveRecord, Launch, Recorder
@@ -152,9 +155,13 @@ class _Collective:
         for rank in ranks:
             for call, before in zip(self.batches[rank], self.inputs_at_launch[rank], strict=True):
                 self._check_untouched(rank, _input(call), before)
-        for position in range(len(self.batches[ranks[0]])):
+        first = self.batches[ranks[0]]
+        places = places_in_sums([call for call in first if isinstance(call, BufferCall)]) or [(0, 0)] * len(first)
+        for position, place in enumerate(places):
             _execute(
-                [self.batches[rank][position] for rank in ranks], [self.inputs_at_launch[rank][position] for rank in ranks]
+                [self.batches[rank][position] for rank in ranks],
+                [self.inputs_at_launch[rank][position] for rank in ranks],
+                place,
             )
         self.is_complete, self.completed_s = True, time.perf_counter()
         self.batches.clear()
@@ -170,12 +177,16 @@ class _Collective:
             raise InFlightWriteError(sequence=self.sequence, rank=rank, call=self.texts[rank], index=index)
 
 
-def _execute(calls: Sequence[Call], inputs: Sequence[torch.Tensor]) -> None:
-    """Write the result of one collective to all ranks; ``calls[r]`` and ``inputs[r]`` belong to rank ``r`` of the group."""
+def _execute(calls: Sequence[Call], inputs: Sequence[torch.Tensor], place: tuple[int, int]) -> None:
+    """Write the result of one collective to all ranks; ``calls[r]`` and ``inputs[r]`` belong to rank ``r`` of the group.
+
+    Args:
+        place: of the first element in the tensor that gloo would all-reduce, and the length of that tensor.
+    """
     if isinstance(calls[0], AllToAll):
         _exchange_parts([call for call in calls if isinstance(call, AllToAll)], inputs)
     else:
-        _combine([call for call in calls if isinstance(call, BufferCall)], inputs)
+        _combine([call for call in calls if isinstance(call, BufferCall)], inputs, place)
 
 
 def _exchange_parts(calls: Sequence[AllToAll], inputs: Sequence[torch.Tensor]) -> None:
@@ -185,16 +196,18 @@ def _exchange_parts(calls: Sequence[AllToAll], inputs: Sequence[torch.Tensor]) -
             target.copy_(of_source[rank])
 
 
-def _combine(calls: Sequence[BufferCall], inputs: Sequence[torch.Tensor]) -> None:
+def _combine(calls: Sequence[BufferCall], inputs: Sequence[torch.Tensor], place: tuple[int, int]) -> None:
     first = calls[0]
     if isinstance(first, Broadcast):
         result = inputs[first.root]
     elif isinstance(first, AllGather):
         result = torch.cat([shard.flatten() for shard in inputs])
-    else:
-        result = inputs[0].float() if isinstance(first, ReduceScatter) and first.in_fp32 else inputs[0].clone()
+    elif first.op is ReduceOp.MAX:
+        result = inputs[0].clone()
         for addend in inputs[1:]:
-            torch.maximum(result, addend, out=result) if first.op is ReduceOp.MAX else result.add_(addend)
+            torch.maximum(result, addend, out=result)
+    else:
+        result = _sum_in_rank_order(inputs) if is_in_rank_order(first) else _sum_in_ring(inputs, *place)
         if first.op is ReduceOp.AVG:
             result /= len(calls)
     for rank, call in enumerate(calls):
@@ -206,6 +219,25 @@ def _combine(calls: Sequence[BufferCall], inputs: Sequence[torch.Tensor]) -> Non
             target.copy_(result)
         if isinstance(call, AllReduce | ReduceScatter) and call.divisor != 1:
             target.div_(call.divisor)
+
+
+def _sum_in_rank_order(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = inputs[0].float() if inputs[0].itemsize == 2 else inputs[0].clone()
+    for addend in inputs[1:]:
+        total.add_(addend)
+    return total
+
+
+def _sum_in_ring(inputs: Sequence[torch.Tensor], start: int, numel: int) -> torch.Tensor:
+    result = torch.empty_like(inputs[0])
+    flat, parts = result.view(-1), [part.view(-1) for part in inputs]
+    elements, itemsize = range(start, start + flat.numel()), flat.itemsize
+    for at in ring_blocks(elements, numel=numel, itemsize_bytes=itemsize, num_ranks=len(parts), block_numel=flat.numel()):
+        total, (first, *others) = flat[at.start : at.stop], [parts[rank][at.start : at.stop] for rank in at.ranks]
+        total.copy_(first)
+        for addend in others:
+            total.add_(addend)
+    return result
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,7 +224,11 @@ _VALID_PRECISION: Final[tuple[dict[str, Any], ...]] = (
     {"grad_reduce_in_fp32": False, "param_name_patterns_for_fp32_local_accumulation": ("all",)},
 )
 
-_DEPENDENT: Final = {"layout", *(name for way in (*_VALID_SYNC, *_VALID_REDUCTION, *_VALID_PRECISION) for name in way)}
+_DEPENDENT: Final = {
+    "layout",
+    "reduction_order",
+    *(name for way in (*_VALID_SYNC, *_VALID_REDUCTION, *_VALID_PRECISION) for name in way),
+}
 
 
 def _independent_switches() -> dict[str, SearchStrategy[Any]]:
@@ -284,6 +288,7 @@ def _boxes(*, max_numel: int, num_dims: int) -> SearchStrategy[tuple[int, ...]]:
 def _switches(layouts: Sequence[str]) -> SearchStrategy[dict[str, Any]]:
     """Every field of the config but those that size or order the buckets."""
     shaping = [{"layout": layout} for layout in layouts]
+    shaping += [{"layout": "stable", "reduction_order": "rank"}] * ("stable" in layouts)
     parts = [st.sampled_from(part) for part in (_VALID_SYNC, _VALID_REDUCTION, _VALID_PRECISION, _VALID_TIMES, shaping)]
     return st.tuples(*parts, st.fixed_dictionaries(_independent_switches())).map(_merge)
 

@@ -162,13 +162,17 @@ def test_a_write_into_what_an_all_to_all_sends_is_found():
         handles[0].wait()
 
 
-def test_sums_run_in_rank_order_in_the_dtype_of_the_tensors():
-    # bfloat16 has 8 bits: 256 + 1 rounds back to 256, so the order shows: (256 + 1) + 1 = 256, but 256 + (1 + 1) = 258.
-    tensors = [torch.tensor([value], dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]
+@pytest.mark.parametrize(("in_rank_order", "sums"), [(False, [258.0, 256.0]), (True, [258.0, 258.0])])
+def test_sums_run_in_the_order_of_the_ring_in_the_dtype_of_the_tensors_unless_rank_order_is_asked_for(in_rank_order, sums):
+    # bfloat16 has 8 bits: 256 + 1 rounds back to 256, so the order shows: (256 + 1) + 1 = 256, but 256 + (1 + 1) = 258. The
+    # ring adds the first of three chunks (of 2 elements) from rank 2 down, the second one from rank 0: 0, 2, 1. Rank order adds
+    # 16 bits in float32, and rounds 258 once.
+    values = [(256.0, 256.0), (1.0, 1.0), (1.0, 1.0)]
+    tensors = [torch.tensor([one] * 2 + [other] * 2, dtype=torch.bfloat16) for one, other in values]
 
-    launch_on_all(LoopbackWorld(3), lambda rank: [AllReduce(tensors[rank])])
+    launch_on_all(LoopbackWorld(3), lambda rank: [AllReduce(tensors[rank], in_rank_order=in_rank_order)])
 
-    assert tensors[0].item() == 256.0
+    assert tensors[0].tolist() == [sums[0], sums[0], sums[1], sums[1]]
 
 
 def test_one_rank_never_reaches_the_world():
