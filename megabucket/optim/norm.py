@@ -166,7 +166,7 @@ class ExactNorm(GlobalNorm):
         self._halves.zero_()
         chunk_numel = _CHUNK_NUMEL if self.accelerator is None else _DEVICE_CHUNK_NUMEL
         for part in chain.from_iterable(grad.split(chunk_numel) for grad in grads):
-            scaled = part.double().mul_(2.0**exponent)
+            scaled = part.to(torch.float64, copy=True).mul_(2.0**exponent)
             terms = (scaled.square_() if self.norm_type == 2 else scaled.abs_()).round_().long()
             rows = pad(terms, (0, -terms.numel() % _ROW_NUMEL)).view(-1, _ROW_NUMEL).sum(1)  # below 2**62
             self._halves += torch.stack([(rows >> _HALF_BITS).sum(), (rows & ((1 << _HALF_BITS) - 1)).sum()])
