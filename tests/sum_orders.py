@@ -89,6 +89,8 @@ class Vectors(torch.nn.Module):
         for index, param in enumerate(self.parameters()):
             seeds = (self.case.seed, 10 + step, self.rank, index)
             factors = _random(param.numel(), *seeds) * torch.exp(2 * _random(param.numel(), *seeds, 1))
+            if param.dtype == torch.float16:
+                factors /= 64  # no sum overflows
             total = total + (param * factors.to(param.dtype)).sum() + 0.05 * param.square().sum()
         return total
 
@@ -205,7 +207,14 @@ def _scaled_grads(module: Vectors, step: int) -> dict[str, torch.Tensor]:
     module.zero_grad()
     module(step).backward()
     factor = 1 / case.size if case.reduction == "mean" else 1.0
+    if case.grad_dtype == torch.float16 and case.reduction == "mean":
+        factor = 1 / _power_before(case)
     return {name: param.grad.to(case.grad_dtype) * factor for name, param in module.named_parameters()}
+
+
+def _power_before(case: Case) -> int:
+    """Return the power of two by which float16 gradients are divided before the sum; the rest divides the sum."""
+    return 2 if case.size >= 4 else 1
 
 
 def _reduced(case: Case, scaled: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
@@ -217,7 +226,10 @@ def _reduced(case: Case, scaled: list[dict[str, torch.Tensor]]) -> list[dict[str
             parts = [scaled[other][name] for other in case.holders(name, rank)]
             if case.form == "replicas":
                 parts = [in_rank_order(parts[at : at + 2]) for at in range(0, case.size, 2)]
-            found[rank][name] = in_rank_order(parts).float()
+            total = in_rank_order(parts)
+            if case.grad_dtype == torch.float16 and case.reduction == "mean":
+                total = total / (case.size / _power_before(case))
+            found[rank][name] = total.float()
     return found
 
 
@@ -234,7 +246,7 @@ def cases(draw: st.DrawFn, sizes: tuple[int, ...] = (2, 3, 4, 8), *, max_numel: 
     """Models on any number of ranks. Every second one is clipped, to less than any norm."""
     size = draw(st.sampled_from(sizes))
     forms = ["dense", "experts", "replicas"] if size >= 4 else ["dense"]
-    precision = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+    precision = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True)]
     dtype, is_narrow = draw(st.sampled_from(precision))
     return Case(
         size=size,
