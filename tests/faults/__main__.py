@@ -42,6 +42,7 @@ def table(
     torch_ddp: Annotated[bool, typer.Option("--torch-ddp", help="Train with torch DDP.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Only the first combination of each place.")] = False,
     loopback: _Loopback = False,
+    reduction_order: Annotated[str, typer.Option(help="Of the config of all ranks: backend, or rank.")] = "backend",
     seed: _Seed = None,
     jobs: _Jobs = 2,
     time_limit: Annotated[float, typer.Option(min=5.0, help="Seconds after which a cell counts as hung.")] = 25.0,
@@ -57,7 +58,7 @@ def table(
         cells = [cell for cell in cells if not KINDS[cell.kind].needs_processes]
     results = [(cell, Verdict(Name.SKIPPED, why)) for cell in cells if (why := KINDS[cell.kind].why_not(cell)) and torch_ddp]
     skipped = {cell for cell, _ in results}
-    plays = [Play([cell]) for cell in cells if cell not in skipped]
+    plays = [Play([cell], {"reduction_order": reduction_order}) for cell in cells if cell not in skipped]
     runs: Iterable[Run] = map(run_in_threads, plays) if loopback else run_many(plays, num_jobs=jobs, time_limit_s=time_limit)
     for run in runs:
         for cell, verdict in judge(run, fault_of):

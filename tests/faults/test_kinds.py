@@ -52,6 +52,17 @@ def test_a_fault_of_living_ranks_ends_as_the_table_says(kind):
     assert [(cell.name, verdict) for cell, verdict in verdicts if not verdict.name.is_good] == []
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
+def test_a_fault_of_living_ranks_ends_as_the_table_says_with_sums_in_rank_order(kind):
+    cells = [cell for cell in select() if cell.kind == kind.name and not KINDS[cell.kind].needs_processes]
+
+    plays = [Play([cell], {"reduction_order": "rank"}) for cell in cells]
+    verdicts = [verdict for play in plays for verdict in judge(run_in_threads(play), fault_of)]
+
+    assert [(cell.name, verdict) for cell, verdict in verdicts if not verdict.name.is_good] == []
+
+
 @pytest.mark.parametrize("combo", FORMS, ids=str)
 def test_a_fault_in_each_form_of_a_program_ends_as_the_table_says(combo):
     cells = [Cell(*place.split("/"), combo) for place in IN_EACH_FORM]
