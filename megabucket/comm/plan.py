@@ -79,8 +79,8 @@ class Plan:
     def add_in_rank_order(self, calls: Sequence[AllReduce | ReduceScatter]) -> None:
         """Plan reductions that are added in rank order; 16-bit elements in float32, which is rounded once.
 
-        A reduce-scatter is an all-to-all, an all-reduce a broadcast of each rank's tensor, on any back-end. The bits do not
-        depend on bucket sizes.
+        A reduce-scatter is an all-to-all, an all-reduce an all-gather of whole tensors, on any back-end. The bits do not depend
+        on bucket sizes.
         """
         for call in calls:
             is_on_host = Accelerator.of(call.full.device) is None
@@ -98,9 +98,9 @@ class Plan:
 
     def _exchange_whole(self, own: torch.Tensor) -> list[torch.Tensor]:
         """Send a tensor to all ranks; return the tensors of all, by rank."""
-        tensors = [own if rank == self._rank else torch.empty_like(own) for rank in range(self._size)]
-        self.starts += [self._start_of([Broadcast(tensor, root)]) for root, tensor in enumerate(tensors)]
-        return tensors
+        received = own.new_empty(self._size * own.numel())
+        self.starts.append(self._start_of([AllGather(received, own)]))
+        return self._parts_of(received, own)
 
     def _add_in_one_kernel(self, call: ReduceScatter) -> None:
         """Add on a device, where few launches matter most. Its kernel decides the order of additions."""
@@ -127,6 +127,9 @@ class Plan:
 
     def _exchange_parts(self, sent: torch.Tensor, received: torch.Tensor, own: torch.Tensor) -> list[torch.Tensor]:
         self._add_exchange(sent, received, [own.nbytes] * self._size)
+        return self._parts_of(received, own)
+
+    def _parts_of(self, received: torch.Tensor, own: torch.Tensor) -> list[torch.Tensor]:
         parts = list(received.view(self._size, -1).unbind())
         parts[self._rank] = own
         return parts

@@ -107,6 +107,7 @@ class ChainedOptimizer(SteppingForWrapper):
             ("use_distributed_optimizer", [ddp.policy.is_sharded for ddp in wrappers]),
             ("ranks that agree on steps", [tuple(ddp.ranks.step.members) for ddp in wrappers]),
             ("norm_group", [None if ddp.ranks.norm is None else tuple(ddp.ranks.norm.members) for ddp in wrappers]),
+            ("reduction_order", [ddp.ddp_config.reduction_order for ddp in wrappers]),
             ("norm_type", [optimizer.global_norm.norm_type for optimizer in self.optimizers]),
         ):
             if len(set(values)) > 1:

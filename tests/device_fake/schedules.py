@@ -483,6 +483,13 @@ WIDE_SUMS = Schedule(
     half="bfloat16",
     forces_all_reduce=True,
 )
+RANK_ORDER = Schedule(
+    (Layer(8, 0), Layer(40_000, 1), Layer(64, 1)),
+    ((Microbatch((MAIN, 1, 2)),),) * 3,
+    {"bucket_size": 1, "reduction_order": "rank"},
+)
+HALF_RANK_ORDER = replace(RANK_ORDER, half="bfloat16", clip_grad=1.0)
+REPLICAS_IN_RANK_ORDER = replace(HALF_REPLICAS, config={**HALF_REPLICAS.config, "reduction_order": "rank"}, clip_grad=1.0)
 DELAYED = Schedule(
     (Layer(8, 0, is_delayed=True), Layer(8, 0)),
     ((Microbatch((MAIN, 1), delayed=2),) * 2,) * 3,
@@ -508,6 +515,9 @@ EXAMPLES = {
     "replicas": REPLICAS,
     "replicas of 16 bits": HALF_REPLICAS,
     "16 bits summed in 32": WIDE_SUMS,
+    "sums in rank order": RANK_ORDER,
+    "16 bits in rank order": HALF_RANK_ORDER,
+    "replicas in rank order": REPLICAS_IN_RANK_ORDER,
     "delayed gradients": DELAYED,
     "copies and averages": COPIES,
     "a checkpoint": SAVED,
@@ -550,6 +560,7 @@ def schedules(draw, *, max_layers=5, max_steps=3):
         "nonfinite_gradients": draw(st.sampled_from(["error", "allow"])),
         "finish": "explicit" if is_explicit else "auto",
         "bucket_groups": draw(st.sampled_from(["per_bucket", "per_bucket", "single"])),
+        "reduction_order": draw(st.sampled_from(["backend", "backend", "rank"])),
     }
     half = draw(st.sampled_from(["", "", *HALVES]))
     is_plain = not is_sharded and draw(st.booleans())

@@ -42,6 +42,7 @@ def table(
     torch_ddp: Annotated[bool, typer.Option("--torch-ddp", help="Train with torch DDP.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Only the first combination of each place.")] = False,
     loopback: _Loopback = False,
+    *,
     reduction_order: Annotated[str, typer.Option(help="Of the config of all ranks: backend, or rank.")] = "backend",
     seed: _Seed = None,
     jobs: _Jobs = 2,
