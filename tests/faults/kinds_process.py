@@ -30,6 +30,7 @@ _CHILD_LIMIT_S = 3.0
 _ENDS: Mapping[str, Action] = {
     "SIGKILL": die_by(signal.SIGKILL),
     "SIGKILL-in-gather": die_by(signal.SIGKILL),
+    "SIGKILL-in-rank-order": die_by(signal.SIGKILL),
     "SIGSEGV": die_by(signal.SIGSEGV),
     "abort": abort,
     "exit": leave,
@@ -64,7 +65,8 @@ def _dies(cell: Cell) -> Fault:
             replace(expect, within_s=_TIMEOUT_S + 1.0), before_wrap=kill_at_wrap, config=QUICK, group_timeout_s=_TIMEOUT_S
         )
     waits = cell.place == "waiting"
-    return Fault(expect, arm=(lambda here: _let_wait(here, signal.SIGKILL)) if waits else _at_place(cell, _ENDS[cell.kind]))
+    arm = (lambda here: _let_wait(here, signal.SIGKILL)) if waits else _at_place(cell, _ENDS[cell.kind])
+    return Fault(expect, arm=arm, config={"reduction_order": "rank"} if cell.kind == "SIGKILL-in-rank-order" else {})
 
 
 def _freezes(cell: Cell) -> Fault:
@@ -243,6 +245,14 @@ PROCESS_KINDS = (
         "SIGKILL", "The others raise an error that names the rank within 1 s.", _dies, places=_DEATHS, combos=(*EVERY, *GRIDS)
     ),
     _kind("SIGKILL-in-gather", "As SIGKILL.", _dies, places=("gather",), combos=SHARDED),
+    _kind(
+        "SIGKILL-in-rank-order",
+        "As SIGKILL.",
+        _dies,
+        places=("backward-2", "gradient-gather"),
+        combos=tuple(combo for combo in PAIRS if not combo.is_sharded),
+        not_in_torch="torch DDP has no reduction_order",
+    ),
     _kind("SIGSEGV", "As SIGKILL.", _dies, places=("backward-1", "optimizer")),
     _kind("abort", "As SIGKILL.", _dies, places=("backward-1", "between"), combos=FEW),
     _kind("exit", "As SIGKILL.", _dies, places=("forward", "backward-3", "fence"), combos=FEW),

@@ -2,9 +2,10 @@
 
 A place is a word: ``forward``, ``backward-k`` (in backward, before bucket k is complete), ``hook-k`` (a hook on a gradient of
 bucket k), ``posthook-k`` (a post-accumulate hook there), ``between`` (after backward, before the optimizer), ``optimizer``
-(inside its step, before anything is updated), ``fence`` and ``gather`` (when megabucket launches that collective). Where
-weights have owners: ``to-owners`` and ``return`` (those collectives), ``owner`` (behind the update of the first matrix of this
-rank), ``muon-before``, ``muon-after``, ``adamw-before``, ``adamw-after`` (hooks around the step of one of the two optimizers).
+(inside its step, before anything is updated), ``fence``, ``gather`` and ``gradient-gather`` (when megabucket launches that
+collective). Where weights have owners: ``to-owners`` and ``return`` (those collectives), ``owner`` (behind the update of the
+first matrix of this rank), ``muon-before``, ``muon-after``, ``adamw-before``, ``adamw-after`` (hooks around the step of one of
+the two optimizers).
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ from .systems import Scaled
 Action = Callable[[Here], None]
 
 _FORWARD_LAYER = "2"
-_LABELS = {"fence": "fence", "gather": "param gather", "to": "gradients to owners", "return": "values to shards"}
+_LABELS = {
+    "fence": "fence",
+    "gather": "param gather",
+    "gradient": "gradient gather",
+    "to": "gradients to owners",
+    "return": "values to shards",
+}
 _GIVEN = {"muon": 0, "adamw": 1}
 
 
