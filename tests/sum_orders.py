@@ -105,10 +105,13 @@ def _random(numel: int, *seeds: int) -> torch.Tensor:
 # Ranks #
 
 
-def train(case: Case, rank: int, fields: dict[str, Any], ranks: dict[str, Any]) -> Trained:
+def train(
+    case: Case, rank: int, fields: dict[str, Any], ranks: dict[str, Any], *, rebuilt: dict[str, Any] | None = None
+) -> Trained:
     """Train a rank with ``reduction_order="rank"``, if ``fields`` do not have another.
 
     Args:
+        rebuilt: cuts other buckets from the second step on.
         ranks: arguments of the wrapper that say which ranks there are.
     """
     settings = {"reduction_order": "rank", "grad_reduction": case.reduction, "grad_reduce_in_fp32": not case.is_narrow}
@@ -117,6 +120,9 @@ def train(case: Case, rank: int, fields: dict[str, Any], ranks: dict[str, Any]) 
     optimizer = DistributedOptimizer(OPTIMIZERS[case.optimizer](ddp.parameters()), ddp, clip_grad=case.clip_grad)
     found = Trained([], [])
     for step in range(STEPS):
+        if step == 1 and rebuilt:
+            cut_anew = {"bucket_size": None, "num_buckets": None, "bucket_cuts": None, **rebuilt}
+            ddp.rebuild(DistributedDataParallelConfig(**{**config.model_dump(), **cut_anew}))
         ddp(step).backward()
         found.norms.append(optimizer.step().grad_norm)
         optimizer.zero_grad()
@@ -150,7 +156,7 @@ def groups_of(case: Case, group_of: dict[str, Any]) -> ParallelGroups | None:
     return None
 
 
-def in_loopback(case: Case, fields: dict[str, Any]) -> list[Trained]:
+def in_loopback(case: Case, fields: dict[str, Any], *, rebuilt: dict[str, Any] | None = None) -> list[Trained]:
     """Train on ranks in threads."""
     world = LoopbackWorld(case.size, timeout_s=60)
     everybody = {rank: world.communicator(rank) for rank in range(case.size)}
@@ -161,7 +167,8 @@ def in_loopback(case: Case, fields: dict[str, Any]) -> list[Trained]:
 
     def program(rank: int) -> Trained:
         groups = groups_of(case, {name: line[rank] for name, line in lines.items()})
-        return train(case, rank, fields, {"communicator": everybody[rank]} if groups is None else {"groups": groups})
+        ranks = {"communicator": everybody[rank]} if groups is None else {"groups": groups}
+        return train(case, rank, fields, ranks, rebuilt=rebuilt)
 
     return world.run(program)
 

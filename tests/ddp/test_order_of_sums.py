@@ -19,6 +19,7 @@ ONE_BUCKET, MANY_BUCKETS = {"bucket_cuts": ()}, {"bucket_size": 1}
 SHARDED = {"use_distributed_optimizer": True}
 
 
+@pytest.mark.timeout(3_600)
 @settings(max_examples=settings.default.max_examples if IS_NIGHTLY else 60)
 @given(drawn=cases_and_plans())
 def test_any_two_plans_train_alike_to_the_bit_and_as_sums_in_rank_order_in_one_process(drawn):
@@ -40,6 +41,15 @@ def test_the_backends_order_depends_on_the_plan_with_three_ranks_or_more_and_ran
 
     assert all(differences(case, {**ONE_BUCKET, **backend}, {**MANY_BUCKETS, **backend}))
     assert not any(differences(case, ONE_BUCKET, MANY_BUCKETS, {**ONE_BUCKET, **SHARDED}, {**MANY_BUCKETS, **SHARDED}))
+
+
+@pytest.mark.parametrize("fields", [{}, SHARDED], ids=["all-reduce", "reduce-scatter"])
+def test_another_plan_from_the_second_step_on_changes_no_bit(fields):
+    case = Case(size=3, clip_grad=1e-2)
+
+    found = in_loopback(case, {**ONE_BUCKET, **fields}, rebuilt=MANY_BUCKETS)
+
+    assert [one.difference(other) for one, other in zip(found, in_loopback(case, ONE_BUCKET), strict=True)] == [""] * 3
 
 
 def test_what_the_ranks_launch():
