@@ -163,12 +163,12 @@ class TestSchedule:
         orders = ["abcd", "dcba", "cadb"]
 
         def step(rank, ddp):
-            ddp(**dict.fromkeys(orders[rank], 3 * rank + 1)).backward()
+            ddp(**dict.fromkeys(orders[rank], 3 * rank + 3)).backward()
             return grads(ddp.module)
 
         for number in range(1, 4):
             results = ranks.run(lambda rank, ddp: (step(rank, ddp), ddp.zero_grad())[0])
-            assert results == [dict.fromkeys("abcd", 4.0)] * 3  # (1 + 4 + 7) / 3
+            assert results == [dict.fromkeys("abcd", 6.0)] * 3  # (3 + 6 + 9) / 3
             assert [ranks.schedule(rank) for rank in range(3)] == [[*BUCKETS, "fence"] * number] * 3
 
     def test_after_learning_complete_buckets_are_launched_while_backward_still_runs(self):
