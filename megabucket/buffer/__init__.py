@@ -1,9 +1,10 @@
 """Contiguous buffers, buckets and bucket groups: memory and its phases."""
 
 from megabucket.buffer.bucket_group import _ParamAndGradBucketGroup
-from megabucket.buffer.grad_slot import CHECK_AND_UNSCALE, Unscale, WithheldGrad
+from megabucket.buffer.grad_slot import CHECK_AND_UNSCALE, GradState, Unscale, WithheldGrad
 from megabucket.buffer.param_and_grad_buffer import (
     ParamAndGradBuffer,
+    allocated,
     dtype_name,
     dtype_named,
     refuse_pickles,
@@ -14,11 +15,13 @@ from megabucket.buffer.phases import GradPhase, ParamPhase
 __all__ = [
     "CHECK_AND_UNSCALE",
     "GradPhase",
+    "GradState",
     "ParamAndGradBuffer",
     "ParamPhase",
     "Unscale",
     "WithheldGrad",
     "_ParamAndGradBucketGroup",
+    "allocated",
     "dtype_name",
     "dtype_named",
     "refuse_pickles",

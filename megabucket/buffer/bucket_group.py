@@ -600,6 +600,16 @@ class _ParamAndGradBucketGroup:
             slot.forget()
         self.readiness.end_step()
 
+    def forget_plans(self) -> None:
+        """Drop what back-ends keep for the batches, because the buffers move."""
+        replicas = self.communicator if self._replicas is None else self._replicas.communicator
+        for communicator, batch in (
+            (self.communicator, self._grad_calls),
+            (self.communicator, self._gather_calls),
+            (replicas, self._over_replicas),
+        ):
+            communicator.forget(batch)
+
     # Parameters #
 
     def mark_params_stale(self) -> None:

@@ -9,15 +9,15 @@ import functools
 import logging
 import math
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megabucket.buffer import GradPhase, ParamAndGradBuffer, ParamPhase, _ParamAndGradBucketGroup
+from megabucket.buffer import GradPhase, ParamAndGradBuffer, ParamPhase, _ParamAndGradBucketGroup, allocated
 from megabucket.comm import Communicator, Exchange
 from megabucket.comm.communicator import RankState
 from megabucket.comm.device import profiler_range
@@ -26,6 +26,7 @@ from megabucket.config.resolve import StepPolicy, overlap_obstacle, resolve_step
 from megabucket.ddp.backward import refuse_in_backward
 from megabucket.ddp.calls import CollectiveCall
 from megabucket.ddp.groups import DENSE, ParallelGroups, communicator_for, discover, single
+from megabucket.ddp.offload import KINDS, Memory, Offloaded, Source, find_memory, give_back, zeroed_views
 from megabucket.ddp.replicas import (
     broadcast_replica,
     entries_by_group,
@@ -47,7 +48,7 @@ from megabucket.ddp.wrap import (
     prepare_rebuild,
     restore_prefix,
 )
-from megabucket.errors import ConfigError, MegabucketError, PhaseError, log_once, refuse_copies
+from megabucket.errors import ConfigError, MegabucketError, PhaseError, log_once, name_list, refuse_copies
 from megabucket.layout import ModelLayout
 from megabucket.layout.identity import ParamIdentity, by_place
 from megabucket.trace import ProfilerRanges, Recorder, StepRecorder, StepTrace
@@ -127,6 +128,8 @@ class DistributedDataParallel(torch.nn.Module):
         self._optimizers: weakref.WeakSet[FollowsRebuild] = weakref.WeakSet()
         self._step_recorder: StepRecorder | None = None
         self._recorders: list[Recorder] = []
+        self._away: list[Memory] = []  # that was given back
+        self._zeroed: list[torch.Tensor] = []  # gradients to be zeroed when it is back
         self._wrapping: Wrapping | Detached = Detached()
         self.module = module
         self.__dict__["module"] = module  # for fast access in each step; setting another module removes this entry
@@ -382,6 +385,134 @@ class DistributedDataParallel(torch.nn.Module):
         for buffer in self.param_and_grad_buffers:
             buffer.zero_grads()
 
+    # Memory between steps #
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def offload(
+        self, *, grads: bool = True, optimizer: bool = True, main_params: bool = True, params: bool = False
+    ) -> Offloaded:
+        """Give memory back until ``onload``: for a phase in which something else needs it, such as generation of text.
+
+        A collective call, between two steps. Gradients are cleared, as by ``zero_grad()``. Until ``onload`` every step, and
+        every other call on several ranks, is a ``PhaseError``; and so is every operation on a tensor whose memory is gone:
+        ``param.main_grad``, ``param.grad`` and, if they were given back, the parameters. What was given back before stays so.
+
+        Args:
+            grads: free gradient buffers, float32 sums beside them, and memory in which gradients are received.
+            optimizer: move the state of a ``DistributedOptimizer`` to the host. That of a plain torch optimizer stays.
+            main_params: move its float32 main parameters of 16-bit parameters to the host.
+            params: move the parameter buffers to the host. Without it the module may run, but not train.
+
+        Returns:
+            What was freed, and what was not because somebody else holds it. As a context it calls ``onload`` at the end.
+
+        Raises:
+            PhaseError: a step is open.
+            LayoutMismatchError: other ranks give back something else.
+            PeerFailedError: another rank has failed, perhaps to allocate memory on the host. No rank has given back anything.
+        """
+        kinds = _kinds(grads=grads, optimizer=optimizer, main_params=main_params, params=params)
+        with self._moving_memory("offload()", kinds) as call:
+            if not self._away:
+                for one in self._optimizers:
+                    one.settle("offload()")
+            self.finish_param_sync()
+            self.sync.reset()
+            found = find_memory(self._memory(), kinds, [self._wrapping, self.dtensors, *self._optimizers, *self.param_names])
+            for memory in found:
+                memory.make_host_memory()
+            call.open()
+            if "params" in kinds:
+                torch.autograd.graph.increment_version(self.param_names)  # graphs of them cannot be used any more
+            if "grads" in kinds and not any(memory.source.kind == "grads" for memory in self._away):
+                self._zeroed = zeroed_views(self.param_and_grad_buffers)
+            for group in self.bucket_groups:
+                group.forget_plans()
+            self._away += found
+            freed, held = give_back(found)
+            self._wait("offload()")
+        return Offloaded(functools.partial(self.onload, **dict.fromkeys(kinds, True)), freed, held)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def onload(self, *, grads: bool = True, optimizer: bool = True, main_params: bool = True, params: bool = True) -> None:
+        """Take memory again that ``offload`` has given back, with the values that were moved to the host.
+
+        A collective call; does nothing if nothing is given back. When all of it is back, the next step may begin. Its bits
+        are those of a run that has never given back anything. A call that fails may be repeated.
+
+        Args:
+            grads: and the others: what to take. By default all.
+
+        Raises:
+            LayoutMismatchError: other ranks take something else.
+            PeerFailedError: another rank has failed, perhaps to allocate memory. No rank has taken anything.
+        """
+        if not self._away:
+            return
+        kinds = _kinds(grads=grads, optimizer=optimizer, main_params=main_params, params=params)
+        coming = [memory for memory in self._away if memory.source.kind in kinds]
+        with self._moving_memory("onload()", kinds) as call:
+            try:
+                for memory in coming:
+                    memory.make()
+                call.open()
+            except BaseException:
+                for memory in coming:
+                    memory.drop()
+                raise
+            self._take_back(coming)
+        if not self._away:
+            self.sync.restart()
+
+    def _take_back(self, coming: Sequence[Memory]) -> None:
+        for memory in coming:
+            memory.take_back()
+        if "grads" in {memory.source.kind for memory in coming}:
+            for view in self._zeroed:
+                view.zero_()
+            self._zeroed = []
+        self._away = [memory for memory in self._away if memory not in coming]
+        self._wait("onload()")  # before memory of the host is used again
+
+    def _memory(self) -> Iterator[Source]:
+        """Yield what can be given back: the buffers first."""
+        for buffer in self.param_and_grad_buffers:
+            communicator = self.ranks.by_name[buffer.layout.key.group].communicator
+            for kind, flat, fill in (("params", buffer.param_data, None), ("grads", buffer.grad_data, -0.0)):
+                make = functools.partial(allocated, communicator, flat.numel(), flat.dtype, flat.device)
+                yield Source(kind, flat, make=make, buffer=buffer, fill=fill)
+            for slot in buffer.slots.values():
+                if slot.view is not slot.in_buffer:
+                    yield Source("grads", slot.view, (slot.name,), fill=-0.0)
+        for one in self._optimizers:
+            for kind, tensor, names in one.memory():
+                if tensor.device == flat.device:
+                    yield Source(kind, tensor, names, fill=0.0 if kind == "grads" else None)
+
+    def _wait(self, label: str) -> None:
+        self.communicator.wait_for(self.param_and_grad_buffers[0].param_data.device, label=label)
+
+    @contextmanager
+    def _moving_memory(self, label: str, kinds: Sequence[str]) -> Iterator[CollectiveCall]:
+        """Make a call that gives back memory or takes it; allow nothing else as long as some is away."""
+        self.sync.resume()
+        try:
+            with self.sync.call(label) as call:
+                self.sync.check_between_steps(label)
+                call.entries = [(label, *kinds)]
+                yield call
+        finally:
+            if self._away:
+                self.sync.suspend(
+                    PhaseError(
+                        f"ddp.offload() has given back {name_list(sorted({one.source.kind for one in self._away}))}. Call "
+                        "ddp.onload() on every rank before the next step, and before any other call on the wrapper or its "
+                        "optimizer."
+                    )
+                )
+
     # Parameters #
 
     def start_param_sync(self, *, force_sync: bool = False) -> None:
@@ -617,6 +748,9 @@ class DistributedDataParallel(torch.nn.Module):
         Gradients are dropped, and optimizers over the buffers' shards no longer update the module. Every further use of the
         wrapper is an error. A second call does nothing.
         """
+        if self._away:
+            self._take_back(self._away)
+            self.sync.resume()
         wrapping, self._wrapping = self._wrapping, Detached()
         try:
             wrapping.undo()
@@ -633,6 +767,10 @@ class DistributedDataParallel(torch.nn.Module):
         "and AveragedModel(ddp.module) an average. To copy parameters in another way call ddp.finish_param_sync() first: they "
         "are NaN while they are gathered (overlap_param_gather=True)."
     )
+
+
+def _kinds(**wanted: bool) -> list[str]:
+    return [kind for kind in KINDS if wanted[kind]]
 
 
 def _checked(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any, Final, NoReturn, Protocol
@@ -89,6 +89,12 @@ class FollowsRebuild(Protocol):
 
     def after_rebuild(self) -> None:
         """Put it into the new buffers."""
+
+    def settle(self, operation: str) -> None:
+        """Bring all of its tensors up to date, between two steps."""
+
+    def memory(self) -> Iterator[tuple[str, torch.Tensor, Sequence[str]]]:
+        """Return what ``offload`` may move: the kind, a tensor, and the names of the parameters."""
 
 
 # Supported parameters #

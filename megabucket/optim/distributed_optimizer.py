@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
@@ -207,6 +207,14 @@ class DistributedOptimizer(SteppingForWrapper):
         """
         self.sharding.shard({**self._settings, "clip_grad": self.clip_grad}, label="rebuild: optimizer")
         self._begin_on_shards()
+
+    def settle(self, operation: str) -> None:
+        """Bring all tensors up to date, between two steps. Called by the wrapper. Errors: see ``Sharding.settle``."""
+        self.sharding.settle(operation)
+
+    def memory(self) -> Iterator[tuple[str, torch.Tensor, Sequence[str]]]:
+        """Return the tensors that ``ddp.offload`` moves: kind, tensor, and parameters. Called by the wrapper."""
+        return self.sharding.memory()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters that are in no group yet, as the given optimizer does.
