@@ -1,7 +1,7 @@
 """Contiguous buffers, buckets and bucket groups: memory and its phases."""
 
 from megabucket.buffer.bucket_group import _ParamAndGradBucketGroup
-from megabucket.buffer.grad_slot import CHECK_AND_UNSCALE, GradState, Unscale, WithheldGrad
+from megabucket.buffer.grad_slot import CHECK_AND_UNSCALE, Unscale, WithheldGrad
 from megabucket.buffer.param_and_grad_buffer import (
     ParamAndGradBuffer,
     allocated,
@@ -15,7 +15,6 @@ from megabucket.buffer.phases import GradPhase, ParamPhase
 __all__ = [
     "CHECK_AND_UNSCALE",
     "GradPhase",
-    "GradState",
     "ParamAndGradBuffer",
     "ParamPhase",
     "Unscale",

@@ -602,13 +602,10 @@ class _ParamAndGradBucketGroup:
 
     def forget_plans(self) -> None:
         """Drop what back-ends keep for the batches, because the buffers move."""
-        replicas = self.communicator if self._replicas is None else self._replicas.communicator
-        for communicator, batch in (
-            (self.communicator, self._grad_calls),
-            (self.communicator, self._gather_calls),
-            (replicas, self._over_replicas),
-        ):
-            communicator.forget(batch)
+        self.communicator.forget(self._grad_calls)
+        self.communicator.forget(self._gather_calls)
+        if self._replicas is not None:
+            self._replicas.communicator.forget(self._over_replicas)
 
     # Parameters #
 

@@ -82,6 +82,8 @@ class ParamAndGradBuffer:
         # The first gradient of a fresh buffer is added, not copied (grad_slot.py). Adding to -0.0 changes no value, not even
         # -0.0, so one rank has the bits of plain torch (tests/ranks/test_one_rank.py).
         self.grad_data = allocated(allocator, layout.numel, dtype_named(layout.key.grad_dtype), device).fill_(-0.0)  # 1D
+        self.empty = -0.0
+        """What places of gradients hold to which the first gradient is added."""
         self._fp32_local = fp32_local if self.grad_data.itemsize == 2 else ()
         self.local_grads: list[torch.Tensor] = []
         """float32 sums of microbatches: ``main_grad`` of the parameters in ``fp32_local``."""
@@ -155,6 +157,7 @@ class ParamAndGradBuffer:
         """Fill the gradient buffer with zeros, padding included: one pass over memory."""
         for grads in (self.grad_data, *self.local_grads):
             grads.zero_()
+        self.empty = 0.0
         for slot in self.slots.values():
             slot.forget(is_zeroed=True)
 

@@ -9,7 +9,7 @@ import functools
 import logging
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from megabucket.config.resolve import StepPolicy, overlap_obstacle, resolve_step
 from megabucket.ddp.backward import refuse_in_backward
 from megabucket.ddp.calls import CollectiveCall
 from megabucket.ddp.groups import DENSE, ParallelGroups, communicator_for, discover, single
-from megabucket.ddp.offload import KINDS, Memory, Offloaded, Source, find_memory, give_back, zeroed_views
+from megabucket.ddp.offload import Memory, Offloaded, find_memory, give_back
 from megabucket.ddp.replicas import (
     broadcast_replica,
     entries_by_group,
@@ -48,7 +48,7 @@ from megabucket.ddp.wrap import (
     prepare_rebuild,
     restore_prefix,
 )
-from megabucket.errors import ConfigError, MegabucketError, PhaseError, log_once, name_list, refuse_copies
+from megabucket.errors import ConfigError, MegabucketError, PhaseError, log_once, refuse_copies
 from megabucket.layout import ModelLayout
 from megabucket.layout.identity import ParamIdentity, by_place
 from megabucket.trace import ProfilerRanges, Recorder, StepRecorder, StepTrace
@@ -129,7 +129,6 @@ class DistributedDataParallel(torch.nn.Module):
         self._step_recorder: StepRecorder | None = None
         self._recorders: list[Recorder] = []
         self._away: list[Memory] = []  # that was given back
-        self._zeroed: list[torch.Tensor] = []  # gradients to be zeroed when it is back
         self._wrapping: Wrapping | Detached = Detached()
         self.module = module
         self.__dict__["module"] = module  # for fast access in each step; setting another module removes this entry
@@ -412,27 +411,23 @@ class DistributedDataParallel(torch.nn.Module):
             LayoutMismatchError: other ranks give back something else.
             PeerFailedError: another rank has failed, perhaps to allocate memory on the host. No rank has given back anything.
         """
-        kinds = _kinds(grads=grads, optimizer=optimizer, main_params=main_params, params=params)
-        with self._moving_memory("offload()", kinds) as call:
-            if not self._away:
-                for one in self._optimizers:
-                    one.settle("offload()")
+        wanted = {"grads": grads, "optimizer": optimizer, "main_params": main_params, "params": params}
+        with self._moving_memory("offload()", wanted) as call:
             self.finish_param_sync()
             self.sync.reset()
-            found = find_memory(self._memory(), kinds, [self._wrapping, self.dtensors, *self._optimizers, *self.param_names])
+            roots = [self._wrapping, self.dtensors, *self._optimizers, *self.param_names]
+            found = find_memory(self._memory(), [kind for kind in wanted if wanted[kind]], roots)
             for memory in found:
                 memory.make_host_memory()
             call.open()
-            if "params" in kinds:
+            if params:
                 torch.autograd.graph.increment_version(self.param_names)  # graphs of them cannot be used any more
-            if "grads" in kinds and not any(memory.source.kind == "grads" for memory in self._away):
-                self._zeroed = zeroed_views(self.param_and_grad_buffers)
             for group in self.bucket_groups:
                 group.forget_plans()
             self._away += found
             freed, held = give_back(found)
-            self._wait("offload()")
-        return Offloaded(functools.partial(self.onload, **dict.fromkeys(kinds, True)), freed, held)
+            self.communicator.wait_for(self._wrapping.device, label="offload()")
+        return Offloaded(freed, held, functools.partial(self.onload, **wanted))
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -451,67 +446,41 @@ class DistributedDataParallel(torch.nn.Module):
         """
         if not self._away:
             return
-        kinds = _kinds(grads=grads, optimizer=optimizer, main_params=main_params, params=params)
-        coming = [memory for memory in self._away if memory.source.kind in kinds]
-        with self._moving_memory("onload()", kinds) as call:
-            try:
-                for memory in coming:
-                    memory.make()
-                call.open()
-            except BaseException:
-                for memory in coming:
-                    memory.drop()
-                raise
-            self._take_back(coming)
+        wanted = {"grads": grads, "optimizer": optimizer, "main_params": main_params, "params": params}
+        with self._moving_memory("onload()", wanted) as call:
+            coming = [(memory, memory.make()) for memory in self._away if wanted[memory.kind]]
+            call.open()
+            for memory, flat in coming:
+                memory.take_back(flat)
+            self._away = [memory for memory in self._away if not wanted[memory.kind]]
+            self.communicator.wait_for(self._wrapping.device, label="onload()")
         if not self._away:
             self.sync.restart()
 
-    def _take_back(self, coming: Sequence[Memory]) -> None:
-        for memory in coming:
-            memory.take_back()
-        if "grads" in {memory.source.kind for memory in coming}:
-            for view in self._zeroed:
-                view.zero_()
-            self._zeroed = []
-        self._away = [memory for memory in self._away if memory not in coming]
-        self._wait("onload()")  # before memory of the host is used again
-
-    def _memory(self) -> Iterator[Source]:
+    def _memory(self) -> Iterator[Memory]:
         """Yield what can be given back: the buffers first."""
         for buffer in self.param_and_grad_buffers:
-            communicator = self.ranks.by_name[buffer.layout.key.group].communicator
-            for kind, flat, fill in (("params", buffer.param_data, None), ("grads", buffer.grad_data, -0.0)):
-                make = functools.partial(allocated, communicator, flat.numel(), flat.dtype, flat.device)
-                yield Source(kind, flat, make=make, buffer=buffer, fill=fill)
+            communicator, places = self.ranks.by_name[buffer.layout.key.group].communicator, buffer.layout.params
+            for kind, flat, fill in (("params", buffer.param_data, None), ("grads", buffer.grad_data, buffer.empty)):
+                make = functools.partial(allocated, communicator, len(flat), flat.dtype, flat.device)
+                yield Memory(kind, flat, places, make=make, fill=fill)
             for slot in buffer.slots.values():
-                if slot.view is not slot.in_buffer:
-                    yield Source("grads", slot.view, (slot.name,), fill=-0.0)
+                yield Memory("grads", slot.view, (slot.name,), fill=buffer.empty)  # of its own for float32 sums
         for one in self._optimizers:
-            for kind, tensor, names in one.memory():
-                if tensor.device == flat.device:
-                    yield Source(kind, tensor, names, fill=0.0 if kind == "grads" else None)
-
-    def _wait(self, label: str) -> None:
-        self.communicator.wait_for(self.param_and_grad_buffers[0].param_data.device, label=label)
+            yield from (one for one in one.memory(settles=not self._away) if one.tensor.device == self._wrapping.device)
 
     @contextmanager
-    def _moving_memory(self, label: str, kinds: Sequence[str]) -> Iterator[CollectiveCall]:
+    def _moving_memory(self, label: str, wanted: Mapping[str, bool]) -> Iterator[CollectiveCall]:
         """Make a call that gives back memory or takes it; allow nothing else as long as some is away."""
         self.sync.resume()
         try:
             with self.sync.call(label) as call:
                 self.sync.check_between_steps(label)
-                call.entries = [(label, *kinds)]
+                call.entries = [(f"{kind}={is_wanted}",) for kind, is_wanted in wanted.items()]
                 yield call
         finally:
             if self._away:
-                self.sync.suspend(
-                    PhaseError(
-                        f"ddp.offload() has given back {name_list(sorted({one.source.kind for one in self._away}))}. Call "
-                        "ddp.onload() on every rank before the next step, and before any other call on the wrapper or its "
-                        "optimizer."
-                    )
-                )
+                self.sync.suspend(sorted({memory.kind for memory in self._away}))
 
     # Parameters #
 
@@ -749,7 +718,9 @@ class DistributedDataParallel(torch.nn.Module):
         wrapper is an error. A second call does nothing.
         """
         if self._away:
-            self._take_back(self._away)
+            for memory in self._away:
+                memory.take_back(memory.make())
+            self._away.clear()
             self.sync.resume()
         wrapping, self._wrapping = self._wrapping, Detached()
         try:
@@ -767,10 +738,6 @@ class DistributedDataParallel(torch.nn.Module):
         "and AveragedModel(ddp.module) an average. To copy parameters in another way call ddp.finish_param_sync() first: they "
         "are NaN while they are gathered (overlap_param_gather=True)."
     )
-
-
-def _kinds(**wanted: bool) -> list[str]:
-    return [kind for kind in KINDS if wanted[kind]]
 
 
 def _checked(

@@ -3,8 +3,8 @@
 All tensors of the package that lie in one storage are found, pointed at a single NaN, and guarded: their class raises a
 ``PhaseError`` in every operation, because a read through a view of freed memory would end the process. The storage has no
 owner in the package then. Whether it is gone is asked, not assumed: another owner (a view of the caller's, an autograd graph)
-keeps it, and gets it back at the end. New memory comes from where the old one came from, and the same tensor objects are put
-back onto it, at their places: hooks, shards and batches stay as they are.
+keeps it, and it is used again at the end. New memory comes from where the old one came from, and the same tensor objects are
+put back onto it, at their places: hooks, shards and batches stay as they are.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -25,25 +26,22 @@ import torch
 from torch.utils._pytree import tree_leaves
 from typing_extensions import Self
 
-from megabucket.buffer import GradState, ParamAndGradBuffer
 from megabucket.comm import Accelerator
 from megabucket.errors import PhaseError, name_list
-from megabucket.layout import Span
+from megabucket.layout import ParamSlot, Span
 
-KINDS: Final = ("params", "grads", "main_params", "optimizer")
-"""What can be given back: arguments of ``DistributedDataParallel.offload``."""
-
-_WHAT: Final = {
+KINDS: Final = {
     "params": "the parameter",
     "grads": "the gradient of",
     "main_params": "the main parameter of",
     "optimizer": "the optimizer state of",
 }
-_UNSEEN: Final = "what is no tensor of Python: an autograd graph, or another library"
+"""What can be given back, by argument of ``DistributedDataParallel.offload``, and the words for it."""
+
 _LARGEST_PART_BYTES: Final = 256 << 20
 _SMALLEST_PART_BYTES: Final = 64 << 10
 _RELEASED_WITHIN_S: Final = 0.5  # threads of gloo and NCCL drop their references a little after a wait has returned
-_CONTAINERS: Final = frozenset({list, tuple, dict, set, frozenset, deque, defaultdict, OrderedDict, partial, types.MethodType})
+_CONTAINERS: Final = (list, tuple, dict, set, frozenset, deque, defaultdict, OrderedDict, partial, types.MethodType)
 _METADATA: Final = re.compile(
     "shape|dtype|device|layout|ndim|names|grad|grad_fn|grad_dtype|requires_grad_?|retains_grad|itemsize|nbytes|output_nr|size|dim"
     "|numel|nelement|ndimension|element_size|get_device|__len__|_version|_backward_hooks|_post_accumulate_grad_hooks"
@@ -90,32 +88,6 @@ def _guard_of(kind: type) -> type:
     return type(f"Offloaded{kind.__name__}", (OffloadedTensor, kind), {})
 
 
-class HeldMemory(NamedTuple):
-    """A storage that was not freed, because somebody else holds it. It is used again at ``onload``, with what it holds then."""
-
-    kind: str
-    """Argument of ``offload`` that it belongs to."""
-    num_bytes: int
-    holders: tuple[str, ...]
-    """Descriptions of the tensors that hold it."""
-
-
-class Source(NamedTuple):
-    """Memory that can be given back."""
-
-    kind: str
-    tensor: torch.Tensor
-    """One tensor that lies in it."""
-    names: Sequence[str] = ()
-    """Parameters that it is about."""
-    make: Callable[[], torch.Tensor] | None = None
-    """Returns new memory like ``tensor``, which is 1D then and is all that is given back; ``None``: the whole storage is."""
-    buffer: ParamAndGradBuffer | None = None
-    """Whose layout tells the parameter at a place."""
-    fill: float | None = None
-    """For values that are not kept: those of the new memory."""
-
-
 class _Alias(NamedTuple):
     """One tensor object in the memory, as it was."""
 
@@ -128,57 +100,70 @@ class _Alias(NamedTuple):
 
 
 class Memory:
-    """One piece of memory, here or away."""
+    """One piece of memory, here or away.
 
-    def __init__(self, source: Source) -> None:
-        tensor = source.tensor.detach()
-        flat = tensor if source.make is not None else tensor.new_empty(0).set_(tensor.untyped_storage())
-        self.source = source
-        self.num_bytes = flat.nbytes
-        self._start_bytes = flat.storage_offset() * flat.itemsize  # in its storage
-        self._flat: torch.Tensor | None = flat  # 1D: all of it, or the new one; None while it is away
-        self._is_away = False
+    Args:
+        kind: one of ``KINDS``.
+        tensor: lies in it.
+        names: of the parameters that it is about; or their places in it.
+        make: returns new memory like ``tensor``, which is 1D then and is all that is given back; ``None``: its storage is.
+        fill: the new values, where those of now are not kept.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        tensor: torch.Tensor,
+        names: Sequence[str] | Mapping[str, ParamSlot] = (),
+        *,
+        make: Callable[[], torch.Tensor] | None = None,
+        fill: float | None = None,
+    ) -> None:
+        self.kind, self.tensor, self._names, self._make, self._fill = kind, tensor, names, make, fill
+        self._flat: torch.Tensor | None = None  # 1D, all of it; None while it is away
+        self.num_bytes = self._start_bytes = 0
         self._aliases: list[_Alias] = []
         self._host: list[torch.Tensor] = []  # the values, meanwhile
-        self._storage: Callable[[], torch.UntypedStorage | None] = weakref.ref(flat.untyped_storage())
+        self.storage: Callable[[], torch.UntypedStorage | None] = type(None)
+        """Returns the old storage, as long as it exists."""
         self._kept: torch.UntypedStorage | None = None
 
-    @property
-    def storage(self) -> torch.UntypedStorage | None:
-        """The storage, as long as it exists."""
-        return self._storage()
+    def locate(self) -> None:
+        """Note where it is."""
+        tensor = self.tensor.detach()
+        flat = tensor if self._make is not None else tensor.new_empty(0).set_(tensor.untyped_storage())
+        self._flat, self.num_bytes, self._start_bytes = flat, flat.nbytes, _start_bytes(flat)
+        self.storage = weakref.ref(flat.untyped_storage())
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Take an alias of the storage, if it lies in this memory."""
+        """Take a tensor of the same storage, if it lies in this memory."""
         span = self._span_of(tensor)
         if 0 <= span.start <= span.stop <= self.num_bytes:
             self._aliases.append(_Alias(tensor, type(tensor), tensor.shape, tensor.stride(), span))
 
     def _span_of(self, tensor: torch.Tensor) -> Span:
-        start = int(tensor.storage_offset()) * tensor.itemsize - self._start_bytes
-        last = sum((size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        return Span(start, start + (last + 1) * tensor.itemsize if tensor.numel() else start)
+        start = _start_bytes(tensor) - self._start_bytes
+        last = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return Span(start, start + (last + 1) * tensor.itemsize * bool(tensor.numel()))
 
     def _describe(self, span: Span) -> str:
         """Return what lies in a range of bytes."""
-        names, buffer = self.source.names, self.source.buffer
-        if buffer is not None:
-            start, stop = (place / self.source.tensor.itemsize for place in span)
-            names = [name for name, place in buffer.layout.params.items() if place.start < stop and start < place.stop]
-        return f"{_WHAT[self.source.kind]} {name_list(names) if names else 'no parameter'}"
+        names = self._names
+        if isinstance(names, Mapping):
+            start, stop = (place / self.tensor.itemsize for place in span)
+            names = [name for name, place in names.items() if place.start < stop and start < place.stop]
+        return f"{KINDS[self.kind]} {name_list(names) if names else 'no parameter'}"
 
     def make_host_memory(self) -> None:
         """Allocate what holds the values meanwhile."""
-        tensor = self.source.tensor
-        accelerator = Accelerator.of(tensor.device)
+        accelerator = Accelerator.of(self.tensor.device)
         make = partial(torch.empty, device="cpu") if accelerator is None else accelerator.pinned
-        if self.source.fill is None:
-            parts = _parts(self.num_bytes, are_pinned=accelerator is not None)
-            self._host = [make(torch.Size((num_bytes,)), dtype=torch.uint8) for num_bytes in parts]
+        parts = _parts(self.num_bytes if self._fill is None else 0, are_pinned=accelerator is not None)
+        self._host = [make(torch.Size((num_bytes,)), dtype=torch.uint8) for num_bytes in parts]
 
     def _copies(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the parts of the values on the host and in the memory."""
-        return zip(self._host, flat.view(torch.uint8).split([len(part) for part in self._host]), strict=True)
+        """Return the parts of the values on the host and in the memory."""
+        return zip(self._host, flat.view(torch.uint8).split([*map(len, self._host)]) if self._host else (), strict=True)
 
     def give_back(self, nans: dict[torch.dtype, torch.Tensor]) -> None:
         """Copy the values to the host, and drop all references to the memory.
@@ -186,149 +171,113 @@ class Memory:
         Args:
             nans: one for each dtype; gets those that are missing.
         """
-        if self._host and self._flat is not None:
+        if self._flat is not None:
             for host, part in self._copies(self._flat):
                 host.copy_(part, non_blocking=True)
-        self._flat, self._is_away = None, True
+        self._flat = None
         for tensor, kind, shape, _, span in self._aliases:
             if tensor.dtype not in nans:
-                value = math.nan if tensor.is_floating_point() else 0
-                nans[tensor.dtype] = torch.full((), value, dtype=tensor.dtype, device=tensor.device)
+                nans[tensor.dtype] = tensor.new_full((), math.nan if tensor.is_floating_point() else 0)
             tensor.data = nans[tensor.dtype].expand(shape)
             tensor.__class__ = _guard_of(kind)
             tensor._given_back = partial(self._describe, span)  # type: ignore[attr-defined]
 
-    def keep_if_held(self) -> HeldMemory | None:
-        """Keep the storage, if it still exists. Its values stay in it then."""
-        self._kept = self.storage
+    def keep_if_held(self) -> str | None:
+        """Keep the storage, if it still exists, with the values in it. Return who else holds it."""
+        self._kept = self.storage()
         if self._kept is None:
             return None
         self._host.clear()
-        holders = tuple(
-            f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} on {self._describe(self._span_of(tensor))}"
-            for tensor in _holders(self._kept)
-        )
-        return HeldMemory(self.source.kind, self.num_bytes, holders or (_UNSEEN,))
+        holders = [
+            f"a {type(one).__name__} of shape {tuple(one.shape)} on {self._describe(self._span_of(one))}"
+            for one in gc.get_objects()
+            if issubclass(type(one), torch.Tensor) and _storage_of(one) is self._kept
+        ]
+        holders = holders or ["what is no tensor of Python: an autograd graph, or another library"]
+        return f"{self.kind}: {self.num_bytes} bytes, by {', '.join(holders[:5])}"
 
-    def make(self) -> None:
-        """Allocate the memory again, unless that is done."""
-        tensor, make = self.source.tensor, self.source.make
-        if self._flat is None and self._kept is not None:
-            flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            place = self._start_bytes // tensor.itemsize, (self.num_bytes // tensor.itemsize,), (1,)
-            self._flat = flat.set_(self._kept, *place)
-        elif self._flat is None:
-            numel = self.num_bytes // tensor.itemsize
-            self._flat = make() if make is not None else torch.empty(numel, dtype=tensor.dtype, device=tensor.device)
+    def make(self) -> torch.Tensor:
+        """Allocate it again."""
+        tensor, numel = self.tensor, self.num_bytes // self.tensor.itemsize
+        if self._kept is None:
+            return self._make() if self._make is not None else torch.empty(numel, dtype=tensor.dtype, device=tensor.device)
+        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return made.set_(self._kept, self._start_bytes // tensor.itemsize, (numel,), (1,))
 
-    def drop(self) -> None:
-        """Free what ``make`` has allocated, because ``take_back`` does not come."""
-        self._flat = None
-
-    def take_back(self) -> None:
-        """Put values and tensors back. Does nothing if they are there; may be repeated after an interrupt."""
-        if not self._is_away:
+    def take_back(self, flat: torch.Tensor) -> None:
+        """Put values and tensors into new memory, unless it is here. May be repeated after an interrupt."""
+        if self._flat is not None:
             return
-        self.make()
-        flat = self._flat
-        assert flat is not None  # noqa: S101 - for mypy
-        if self.source.fill is not None:
-            flat.fill_(self.source.fill)
-        if self._host:
-            for host, part in self._copies(flat):
-                part.copy_(host, non_blocking=True)
-        storage, start_bytes = flat.untyped_storage(), flat.storage_offset() * flat.itemsize
+        if self._fill is not None:
+            flat.fill_(self._fill)
+        for host, part in self._copies(flat):
+            part.copy_(host, non_blocking=True)
+        storage, start_bytes = flat.untyped_storage(), _start_bytes(flat)
         for tensor, kind, shape, strides, span in self._aliases:
             tensor.__class__ = kind
             tensor.__dict__.pop("_given_back", None)
-            place = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            tensor.data = place.set_(storage, (start_bytes + span.start) // tensor.itemsize, shape, strides)
-        self._is_away = False
+            there = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            tensor.data = there.set_(storage, (start_bytes + span.start) // tensor.itemsize, shape, strides)
+        self._flat = flat
 
 
+@dataclass(frozen=True, slots=True)
 class Offloaded:
-    """What ``DistributedDataParallel.offload`` has given back. As a context it is taken again at the end of the block.
+    """What a call of ``DistributedDataParallel.offload`` has given back. As a context it is taken again at the end."""
 
-    Args:
-        take_back: takes it again.
-        bytes_of: freed, by kind.
-        held: what was not freed.
-    """
-
-    def __init__(self, take_back: Callable[[], None], freed_bytes: Mapping[str, int], held: Sequence[HeldMemory]) -> None:
-        self._take_back = take_back
-        self.freed_bytes = dict(freed_bytes)
-        """Bytes of storages that were freed, by argument of ``offload``."""
-        self.held = tuple(held)
-        """Storages that were not freed, because somebody else holds them."""
+    freed_bytes: Mapping[str, int]
+    """Bytes of storages that were freed, by argument of ``offload``."""
+    held: Sequence[str]
+    """Storages that were not freed, because somebody else holds them: what, how many bytes, and by whom. They are used again
+    at ``onload``, with what they hold then."""
+    take_back: Callable[[], None]
+    """Takes it again."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._take_back()
-
-    def __repr__(self) -> str:
-        lines = [f"{kind}: {num_bytes} bytes freed" for kind, num_bytes in self.freed_bytes.items()]
-        lines += [f"{one.kind}: {one.num_bytes} bytes held by {', '.join(one.holders[:5])}" for one in self.held]
-        return "\n".join(lines)
+        self.take_back()
 
 
-def find_memory(sources: Iterable[Source], kinds: Collection[str], roots: Iterable[object]) -> list[Memory]:
+def find_memory(memories: Iterable[Memory], kinds: Collection[str], roots: Iterable[object]) -> list[Memory]:
     """Return the memory of some kinds, with all tensors of the package that lie in it.
 
     Args:
-        sources: of all kinds. Those of one storage that come later belong to the first, unless all of them have ``make``.
+        memories: of all kinds. Of one storage, later ones belong to the first, unless they have ``make``.
         roots: objects of the package, through which its tensors are found.
     """
     found: dict[int, list[Memory]] = {}  # by id of the storage
-    tensors = []
-    for source in sources:
-        tensors.append(source.tensor)
-        storage = _storage_of(source.tensor)  # of one that is away already: None
-        if storage is not None and storage.nbytes() and (id(storage) not in found or source.make is not None):
-            found.setdefault(id(storage), []).append(Memory(source))
-    for tensor in tensors_in([*roots, *tensors]):
+    own = []
+    for memory in memories:
+        own.append(memory.tensor)
+        storage = _storage_of(memory.tensor)  # of one that is away already: None
+        if storage is not None and storage.nbytes() and (id(storage) not in found or memory._make is not None):
+            memory.locate()
+            found.setdefault(id(storage), []).append(memory)
+    for tensor in tensors_in([*roots, *own]):
         for memory in found.get(id(_storage_of(tensor)), ()):
             memory.add(tensor)
-    return [memory for of_storage in found.values() for memory in of_storage if memory.source.kind in kinds]
+    return [memory for of_storage in found.values() for memory in of_storage if memory.kind in kinds]
 
 
-def give_back(memories: Sequence[Memory]) -> tuple[dict[str, int], list[HeldMemory]]:
+def give_back(memories: Sequence[Memory]) -> tuple[Mapping[str, int], list[str]]:
     """Free memory. Return the bytes of each kind, and what somebody else holds."""
     nans: dict[torch.dtype, torch.Tensor] = {}
     for memory in memories:
         memory.give_back(nans)
     deadline_s = time.monotonic() + _RELEASED_WITHIN_S
-    while any(memory.storage is not None for memory in memories):
+    while any(memory.storage() is not None for memory in memories):
         if time.monotonic() > deadline_s:
             gc.collect()
             break
         time.sleep(0.001)
-    held = {id(memory): one for memory in memories if (one := memory.keep_if_held()) is not None}
-    freed = Counter[str]()
+    freed, held = Counter[str](), []
     for memory in memories:
-        freed[memory.source.kind] += memory.num_bytes * (id(memory) not in held)
-    return freed, list(held.values())
-
-
-def zeroed_views(buffers: Iterable[ParamAndGradBuffer]) -> list[torch.Tensor]:
-    """Return the gradients that were zeroed, for the next ones to be added. A fresh buffer has -0.0 there."""
-    clean = [slot.view for buffer in buffers for slot in buffer.slots.values() if slot.state is GradState.CLEAN and slot.numel]
-    firsts = [view[(0,) * view.dim()].float() for view in clean]
-    signs = torch.stack(firsts).signbit().tolist() if firsts else ()
-    return [view for view, is_negative in zip(clean, signs, strict=True) if not is_negative]
-
-
-# Tensors and their storages #
-
-
-def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Return the storage; the same Python object as long as the storage exists, whoever holds it. ``None`` without one."""
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # sparse, or of a class with another memory
-        return None
+        if (holder := memory.keep_if_held()) is not None:
+            held.append(holder)
+        freed[memory.kind] += memory.num_bytes * (holder is None)
+    return freed, held
 
 
 def tensors_in(roots: Iterable[object]) -> Iterator[torch.Tensor]:
@@ -342,8 +291,7 @@ def tensors_in(roots: Iterable[object]) -> Iterator[torch.Tensor]:
             continue
         if isinstance(one, torch.Tensor):
             yield one
-            waiting += one.__dict__.values()
-            waiting += [one.grad] if one.is_leaf else []
+            waiting += [*one.__dict__.values(), one.grad if one.is_leaf else None]
         elif kind in _CONTAINERS or (kind.__module__.startswith("megabucket.") and not issubclass(kind, torch.nn.Module)):
             waiting += gc.get_referents(one)
         else:
@@ -351,9 +299,16 @@ def tensors_in(roots: Iterable[object]) -> Iterator[torch.Tensor]:
         seen[id(one)] = one
 
 
-def _holders(storage: torch.UntypedStorage) -> list[torch.Tensor]:
-    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
-    return [one for one in tensors if _storage_of(one) is storage]
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Return the storage; the same Python object as long as the storage exists, whoever holds it. ``None`` without one."""
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # sparse, guarded, or of a class with another memory
+        return None
+
+
+def _start_bytes(tensor: torch.Tensor) -> int:
+    return int(tensor.storage_offset()) * tensor.itemsize
 
 
 def _parts(num_bytes: int, *, are_pinned: bool) -> Iterator[int]:

@@ -71,6 +71,7 @@ from megabucket.errors import (
     PhaseError,
     UnreducedGradientsError,
     WrapperBrokenError,
+    name_list,
 )
 from megabucket.trace.step_recorder import BETWEEN_STEPS, PAUSE
 
@@ -1056,11 +1057,14 @@ class GradSync:
 
     # Memory that was given back #
 
-    def suspend(self, error: PhaseError) -> None:
-        """Refuse every step and call with ``error`` until ``resume``. Does nothing if the wrapper is broken."""
+    def suspend(self, kinds: Sequence[str]) -> None:
+        """Refuse every step and call until ``resume``, because memory of these kinds was given back."""
         if self.broken is None:
             self.enter(StepState.OFFLOADED)
-            self.broken = error
+            self.broken = PhaseError(
+                f"ddp.offload() has given back {name_list(kinds)}. Call ddp.onload() on every rank before the next step, and "
+                "before any other call on the wrapper or its optimizer."
+            )
 
     def resume(self) -> None:
         """Allow steps and calls again, if they were refused by ``suspend``."""

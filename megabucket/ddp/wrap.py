@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any, Final, NoReturn, Protocol
@@ -36,6 +36,7 @@ from megabucket.ddp.groups import (
 )
 from megabucket.ddp.hooks import ModuleHook, backward_hooks_of, register_hooks
 from megabucket.ddp.module_watch import ModelWatch, moved_params
+from megabucket.ddp.offload import Memory
 from megabucket.ddp.optimizer_guard import PlainOptimizerGuard
 from megabucket.ddp.owners import OwnerGuard, find_owner, is_in_fsdp
 from megabucket.ddp.param_gather import ParamGather
@@ -90,11 +91,8 @@ class FollowsRebuild(Protocol):
     def after_rebuild(self) -> None:
         """Put it into the new buffers."""
 
-    def settle(self, operation: str) -> None:
-        """Bring all of its tensors up to date, between two steps."""
-
-    def memory(self) -> Iterator[tuple[str, torch.Tensor, Sequence[str]]]:
-        """Return what ``offload`` may move: the kind, a tensor, and the names of the parameters."""
+    def memory(self, *, settles: bool) -> Iterator[Memory]:
+        """Return its memory that ``offload`` may give back."""
 
 
 # Supported parameters #
@@ -380,6 +378,7 @@ class Wrapping:
         self.module, self.policy = module, policy
         params, self.identities, self.layout = _agree_on_model(module, config, policy, ranks, groups, dtensors)
         self.param_names = {param: name for name, param in params.items()}
+        self.device = next(iter(params.values())).device
         self.buffers: list[ParamAndGradBuffer] = []
         self.groups: list[_ParamAndGradBucketGroup] = []
         self._handles: list[Any] = []
