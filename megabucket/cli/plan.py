@@ -35,7 +35,7 @@ def plan(
     from megabucket.layout import build_layout
     from megabucket.planning.architecture import param_specs
     from megabucket.planning.describe import describe_rows, describe_totals
-    from megabucket.planning.memory import memory_by_mode
+    from megabucket.planning.memory import memory_by_mode, offload_of_plan
     from megabucket.planning.owners import describe_owners
     from megabucket.planning.run_config import group_sizes_of, load_config, shard_counts
 
@@ -61,6 +61,9 @@ def plan(
             activation_bytes=activation_bytes,
             whole_params=whole_params,
         )
+        offload = offload_of_plan(
+            layout, run.ddp, moments_per_element=run.optimizer.moments_per_element, whole_params=whole_params
+        )
         owners = describe_owners(layout, whole_params) if run.ddp.use_distributed_optimizer else ()
     chosen = "reduce_scatter" if run.ddp.use_distributed_optimizer else "all_reduce"
     data = {
@@ -72,10 +75,11 @@ def plan(
         "fingerprint": layout.fingerprint,
         "totals": asdict(totals),
         "memory": {mode: {**asdict(each), "total_bytes": each.total_bytes} for mode, each in memory.items()},
+        "offload": asdict(offload),
         "owners": [each.to_dict() for each in owners],
         "buckets": [asdict(row) for row in rows],
     }
-    of_memory = memory_lines(memory, optimizer=run.optimizer.name, dp_size=dp_size, chosen=chosen)
+    of_memory = memory_lines(memory, offload, optimizer=run.optimizer.name, dp_size=dp_size, chosen=chosen)
     of_owners = owner_lines(owners, optimizer=run.optimizer.name)
     lines = chain(total_lines(totals, layout.fingerprint), of_memory, of_owners, bucket_lines(rows, show_all=show_all))
     print_answer(data, lines, as_json=json)

@@ -214,6 +214,11 @@ class DistributedDataParallel(torch.nn.Module):
         return self._wrapping.groups
 
     @property
+    def device(self) -> torch.device:
+        """Of the buffers."""
+        return self._wrapping.device
+
+    @property
     def policy(self) -> StepPolicy:
         """The config, resolved for each step."""
         return self._wrapping.policy
@@ -417,16 +422,21 @@ class DistributedDataParallel(torch.nn.Module):
             self.sync.reset()
             roots = [self._wrapping, self.dtensors, *self._optimizers, *self.param_names]
             found = find_memory(self._memory(), [kind for kind in wanted if wanted[kind]], roots)
-            for memory in found:
-                memory.make_host_memory()
-            call.open()
+            try:
+                for memory in found:
+                    memory.make_host_memory()
+                call.open()
+            except BaseException:
+                for memory in found:
+                    memory.drop()
+                raise
             if params:
                 torch.autograd.graph.increment_version(self.param_names)  # graphs of them cannot be used any more
             for group in self.bucket_groups:
                 group.forget_plans()
             self._away += found
             freed, held = give_back(found)
-            self.communicator.wait_for(self._wrapping.device, label="offload()")
+            self.communicator.wait_for(self.device, label="offload()")
         return Offloaded(freed, held, functools.partial(self.onload, **wanted))
 
     @torch.inference_mode(False)
@@ -448,12 +458,17 @@ class DistributedDataParallel(torch.nn.Module):
             return
         wanted = {"grads": grads, "optimizer": optimizer, "main_params": main_params, "params": params}
         with self._moving_memory("onload()", wanted) as call:
-            coming = [(memory, memory.make()) for memory in self._away if wanted[memory.kind]]
-            call.open()
+            coming: list[tuple[Memory, torch.Tensor]] = []
+            try:
+                coming += ((memory, memory.make()) for memory in self._away if wanted[memory.kind])
+                call.open()
+            except BaseException:
+                coming.clear()  # the traceback keeps it
+                raise
             for memory, flat in coming:
                 memory.take_back(flat)
             self._away = [memory for memory in self._away if not wanted[memory.kind]]
-            self.communicator.wait_for(self._wrapping.device, label="onload()")
+            self.communicator.wait_for(self.device, label="onload()")
         if not self._away:
             self.sync.restart()
 
@@ -467,7 +482,7 @@ class DistributedDataParallel(torch.nn.Module):
             for slot in buffer.slots.values():
                 yield Memory("grads", slot.view, (slot.name,), fill=buffer.empty)  # of its own for float32 sums
         for one in self._optimizers:
-            yield from (one for one in one.memory(settles=not self._away) if one.tensor.device == self._wrapping.device)
+            yield from (one for one in one.memory(settles=not self._away) if one.tensor.device == self.device)
 
     @contextmanager
     def _moving_memory(self, label: str, wanted: Mapping[str, bool]) -> Iterator[CollectiveCall]:

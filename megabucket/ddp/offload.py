@@ -40,7 +40,7 @@ KINDS: Final = {
 
 _LARGEST_PART_BYTES: Final = 256 << 20
 _SMALLEST_PART_BYTES: Final = 64 << 10
-_RELEASED_WITHIN_S: Final = 0.5  # threads of gloo and NCCL drop their references a little after a wait has returned
+_RELEASED_WITHIN_S: Final = 0.2  # threads of gloo and NCCL drop their references a little after a wait has returned
 _CONTAINERS: Final = (list, tuple, dict, set, frozenset, deque, defaultdict, OrderedDict, partial, types.MethodType)
 _METADATA: Final = re.compile(
     "shape|dtype|device|layout|ndim|names|grad|grad_fn|grad_dtype|requires_grad_?|retains_grad|itemsize|nbytes|output_nr|size|dim"
@@ -120,7 +120,8 @@ class Memory:
         fill: float | None = None,
     ) -> None:
         self.kind, self.tensor, self._names, self._make, self._fill = kind, tensor, names, make, fill
-        self._flat: torch.Tensor | None = None  # 1D, all of it; None while it is away
+        self._flat: torch.Tensor | None = None  # 1D, all of it, from ``locate`` until it is given back
+        self._is_away = False
         self.num_bytes = self._start_bytes = 0
         self._aliases: list[_Alias] = []
         self._host: list[torch.Tensor] = []  # the values, meanwhile
@@ -161,6 +162,10 @@ class Memory:
         parts = _parts(self.num_bytes if self._fill is None else 0, are_pinned=accelerator is not None)
         self._host = [make(torch.Size((num_bytes,)), dtype=torch.uint8) for num_bytes in parts]
 
+    def drop(self) -> None:
+        """Undo ``locate`` and ``make_host_memory``: a traceback may keep this object."""
+        self._flat, self._host = None, []
+
     def _copies(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Return the parts of the values on the host and in the memory."""
         return zip(self._host, flat.view(torch.uint8).split([*map(len, self._host)]) if self._host else (), strict=True)
@@ -171,10 +176,10 @@ class Memory:
         Args:
             nans: one for each dtype; gets those that are missing.
         """
-        if self._flat is not None:
-            for host, part in self._copies(self._flat):
-                host.copy_(part, non_blocking=True)
-        self._flat = None
+        assert self._flat is not None  # noqa: S101 - for mypy
+        for host, part in self._copies(self._flat):
+            host.copy_(part, non_blocking=True)
+        self._flat, self._is_away = None, True
         for tensor, kind, shape, _, span in self._aliases:
             if tensor.dtype not in nans:
                 nans[tensor.dtype] = tensor.new_full((), math.nan if tensor.is_floating_point() else 0)
@@ -206,7 +211,7 @@ class Memory:
 
     def take_back(self, flat: torch.Tensor) -> None:
         """Put values and tensors into new memory, unless it is here. May be repeated after an interrupt."""
-        if self._flat is not None:
+        if not self._is_away:
             return
         if self._fill is not None:
             flat.fill_(self._fill)
@@ -218,7 +223,7 @@ class Memory:
             tensor.__dict__.pop("_given_back", None)
             there = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             tensor.data = there.set_(storage, (start_bytes + span.start) // tensor.itemsize, shape, strides)
-        self._flat = flat
+        self._is_away = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +292,7 @@ def tensors_in(roots: Iterable[object]) -> Iterator[torch.Tensor]:
     while waiting:
         one = waiting.pop()
         kind = type(one)
-        if id(one) in seen:
+        if id(one) in seen or isinstance(one, OffloadedTensor):
             continue
         if isinstance(one, torch.Tensor):
             yield one

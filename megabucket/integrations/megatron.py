@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import torch
 
 from megabucket import ddp, optim
+from megabucket.comm import Accelerator
 from megabucket.comm.torch import default_group_of
 from megabucket.config.ddp import DistributedDataParallelConfig as Config
 from megabucket.ddp.groups import ParallelGroups, ReductionGroup
@@ -323,6 +324,21 @@ class DistributedDataParallel(MegatronDDP):
         """Copy parameters from the first rank. A collective call."""
         self.wrapper.broadcast_params()
 
+    def offload_grad_buffers(self, synchronize: bool = True, empty_cache: bool = True) -> None:
+        """Free the gradient buffers, between two steps. A collective call, unlike Megatron's: see ``wrapper.offload``.
+
+        Args:
+            synchronize: has no effect; the call waits for what it copies.
+            empty_cache: give what torch's allocator keeps back to the device.
+        """
+        self.wrapper.offload(optimizer=False, main_params=False)
+        if empty_cache and (accelerator := Accelerator.of(self.wrapper.device)) is not None:
+            accelerator.empty_cache()
+
+    def restore_grad_buffers(self, synchronize: bool = True) -> None:
+        """Take gradient buffers again. A collective call. Steps are refused while other memory is given back."""
+        self.wrapper.onload(optimizer=False, main_params=False, params=False)
+
     def state_dict(self, prefix: str = "", keep_vars: bool = False, destination: Any = None) -> Any:
         """Return the module's ``state_dict``, complete on every rank."""
         return self.wrapper.state_dict(prefix=prefix, keep_vars=keep_vars, destination=destination)
@@ -439,6 +455,18 @@ class DistributedOptimizer(MegatronOptimizer):
         for part in self.parts:
             part.reload_main_params()
 
+    def offload_to_cpu(self) -> None:
+        """Move state and main parameters to the host, between two steps. A collective call: see ``ddp.wrapper.offload``."""
+        for part in self.parts:
+            part.ddp.offload(grads=False)
+            if (accelerator := Accelerator.of(part.ddp.device)) is not None:
+                accelerator.empty_cache()
+
+    def restore_from_cpu(self) -> None:
+        """Take back what ``offload_to_cpu`` has moved. A collective call."""
+        for part in self.parts:
+            part.ddp.onload(grads=False, params=False)
+
     def prepare_model_params_for_param_sync(self) -> None:
         """Do nothing: updated values lie where the parameter gather takes them."""
 
@@ -496,7 +524,7 @@ class DistributedOptimizer(MegatronOptimizer):
         )
 
     count_zeros = get_grad_stats_parallel_group = get_main_grads_for_grad_norm = _refuse_call
-    offload_to_cpu = restore_from_cpu = prepare_grads = step_with_ready_grads = _refuse_call
+    prepare_grads = step_with_ready_grads = _refuse_call
 
 
 def get_megatron_optimizer(
