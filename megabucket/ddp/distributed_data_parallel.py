@@ -420,6 +420,8 @@ class DistributedDataParallel(torch.nn.Module):
         with self._moving_memory("offload()", wanted) as call:
             self.finish_param_sync()
             self.sync.reset()
+            for group in self.bucket_groups:
+                group.forget_plans()
             roots = [self._wrapping, self.dtensors, *self._optimizers, *self.param_names]
             found = find_memory(self._memory(), [kind for kind in wanted if wanted[kind]], roots)
             try:
@@ -432,8 +434,6 @@ class DistributedDataParallel(torch.nn.Module):
                 raise
             if params:
                 torch.autograd.graph.increment_version(self.param_names)  # graphs of them cannot be used any more
-            for group in self.bucket_groups:
-                group.forget_plans()
             self._away += found
             freed, held = give_back(found)
             self.communicator.wait_for(self.device, label="offload()")

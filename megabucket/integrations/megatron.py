@@ -162,16 +162,13 @@ _REASONS: Final = {
 """Why fields are refused, by the beginnings of their names; the first that fits."""
 
 _CHECKPOINT: Final = "call megabucket.{}_checkpoint(path, ddp.wrapper, optimizer.optimizer), which also has the weights"
-_OFFLOADING: Final = "buffers and state stay on their device"
 _INSTEAD: Final = {
     "bucket_groups": "read ddp.wrapper.bucket_groups",
     "expert_parallel_bucket_groups": "read ddp.wrapper.bucket_groups, which has those of experts as well",
-    "free_overlap_buffers": _OFFLOADING,
+    "free_overlap_buffers": "drop it: there are none; offload_grad_buffers() frees what gradients are received in",
     "load_parameter_state": _CHECKPOINT.format("load"),
-    "offload_grad_buffers": _OFFLOADING,
     "param_to_bucket_group": "read ddp.wrapper.bucket_groups",
     "remove_forward_pre_hook_handles": "drop it: forward always waits for the parameter gather",
-    "restore_grad_buffers": _OFFLOADING,
     "save_parameter_state": _CHECKPOINT.format("save"),
     "save_state_dict_to_file": _CHECKPOINT.format("save"),
     "split_state_dict_if_needed": "drop it: state_dict() and load_state_dict() are about whole parameters",

@@ -448,12 +448,10 @@ REFUSED_OPTIMIZER = """
 REFUSED_TRANSFORMER = "cuda_graph_impl defer_embedding_wgrad_compute"
 MISSING = """
     bucket_groups bucket_size expert_parallel_bucket_groups grad_accs load_parameter_state
-    offload_grad_buffers param_to_bucket_group remove_forward_pre_hook_handles restore_grad_buffers save_parameter_state
-    split_state_dict_if_needed use_forward_hook
+    param_to_bucket_group remove_forward_pre_hook_handles save_parameter_state split_state_dict_if_needed use_forward_hook
 """
 REFUSED_CALLS = """
-    count_zeros get_grad_stats_parallel_group get_main_grads_for_grad_norm offload_to_cpu prepare_grads restore_from_cpu
-    step_with_ready_grads
+    count_zeros get_grad_stats_parallel_group get_main_grads_for_grad_norm prepare_grads step_with_ready_grads
 """
 
 
@@ -637,7 +635,6 @@ def as_megatron_sees_it(rank: Rank) -> None:
         assert made.prepare_model_params_for_param_sync() is None
         assert {group["wd_mult"] for group in made.param_groups} == {0.0, 1.0}  # Megatron's groups: biases do not decay
         for owner, name in (
-            (ddp, "offload_grad_buffers"),
             (ddp, "free_overlap_buffers"),
             (made, "save_state_dict_to_file"),
             (made, "load_parameter_state_from_dp_zero"),
