@@ -46,24 +46,21 @@ def plan(
     with notice_when_slow("laying out the model"):
         specs = param_specs(run.model)
         group_sizes = group_sizes_of(run, specs, expert_dp_size=expert_dp_size)
-        whole_params, activation_bytes = run.optimizer.whole_params(specs), int(activation_gib * _GIB)
+        whole_params, moments = run.optimizer.whole_params(specs), run.optimizer.moments_per_element
         shards = shard_counts(dp_size, group_sizes, num_instances)
         layout = build_layout(specs, run.ddp, dp_size=shards["dense"], group_sizes=shards)
-        rows = describe_rows(layout)
-        totals = describe_totals(layout, rows)
+        totals = describe_totals(layout, rows := describe_rows(layout))
         memory = memory_by_mode(
             specs,
             run.ddp,
             dp_size=dp_size,
             group_sizes=group_sizes,
             num_instances=num_instances,
-            moments_per_element=run.optimizer.moments_per_element,
-            activation_bytes=activation_bytes,
+            moments_per_element=moments,
+            activation_bytes=int(activation_gib * _GIB),
             whole_params=whole_params,
         )
-        offload = offload_of_plan(
-            layout, run.ddp, moments_per_element=run.optimizer.moments_per_element, whole_params=whole_params
-        )
+        offload = offload_of_plan(layout, run.ddp, moments_per_element=moments, whole_params=whole_params)
         owners = describe_owners(layout, whole_params) if run.ddp.use_distributed_optimizer else ()
     chosen = "reduce_scatter" if run.ddp.use_distributed_optimizer else "all_reduce"
     data = {

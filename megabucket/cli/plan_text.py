@@ -57,7 +57,7 @@ def memory_lines(
     left_out = "" if any(each.activation_bytes for each in memory.values()) else "; activations: --activation-gib"
     yield f"  * the mode of this config{left_out}"
     given_back = ", ".join(f"{field.name} {format_bytes(getattr(offload, field.name))}" for field in fields(offload)[:-1])
-    yield f"  * ddp.offload() gives back: {given_back}; with params=True also {format_bytes(offload.params)}"
+    yield f"  ddp.offload() gives back: {given_back}; with params=True also {format_bytes(offload.params)}"
     yield ""
 
 

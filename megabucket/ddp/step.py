@@ -29,7 +29,8 @@
                             sent on other ranks, calls only compare entries, or are refused on all ranks
     CALL -> IDLE, OPEN, LAUNCHING, PUBLISHED, COMMITTED
                             back to where it came from
-    IDLE <-> OFFLOADED      memory was given back on all ranks; everything but taking it again is refused
+    IDLE      -> OFFLOADED  memory is given back on all ranks: everything is refused but to take it again
+    OFFLOADED -> IDLE       it is back, or the call that takes it begins
     any -> BROKEN           interrupted after the fence was sent, or in a call, or a peer was lost; only detach() is left
 
 Hooks never raise about the open step and never change the order of launches; they note problems. Whatever goes wrong, each rank

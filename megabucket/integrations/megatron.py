@@ -165,7 +165,7 @@ _CHECKPOINT: Final = "call megabucket.{}_checkpoint(path, ddp.wrapper, optimizer
 _INSTEAD: Final = {
     "bucket_groups": "read ddp.wrapper.bucket_groups",
     "expert_parallel_bucket_groups": "read ddp.wrapper.bucket_groups, which has those of experts as well",
-    "free_overlap_buffers": "drop it: there are none; offload_grad_buffers() frees what gradients are received in",
+    "free_overlap_buffers": "drop it: there are none",
     "load_parameter_state": _CHECKPOINT.format("load"),
     "param_to_bucket_group": "read ddp.wrapper.bucket_groups",
     "remove_forward_pre_hook_handles": "drop it: forward always waits for the parameter gather",
