@@ -60,7 +60,6 @@ def plan(
             activation_bytes=int(activation_gib * _GIB),
             whole_params=whole_params,
         )
-        offload = offload_of_plan(layout, run.ddp, moments_per_element=moments, whole_params=whole_params)
         owners = describe_owners(layout, whole_params) if run.ddp.use_distributed_optimizer else ()
     chosen = "reduce_scatter" if run.ddp.use_distributed_optimizer else "all_reduce"
     data = {
@@ -72,7 +71,7 @@ def plan(
         "fingerprint": layout.fingerprint,
         "totals": asdict(totals),
         "memory": {mode: {**asdict(each), "total_bytes": each.total_bytes} for mode, each in memory.items()},
-        "offload": asdict(offload),
+        "offload": asdict(offload := offload_of_plan(layout, run.ddp, moments_per_element=moments, whole_params=whole_params)),
         "owners": [each.to_dict() for each in owners],
         "buckets": [asdict(row) for row in rows],
     }
