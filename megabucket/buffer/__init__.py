@@ -4,7 +4,6 @@ from megabucket.buffer.bucket_group import _ParamAndGradBucketGroup
 from megabucket.buffer.grad_slot import CHECK_AND_UNSCALE, Unscale, WithheldGrad
 from megabucket.buffer.param_and_grad_buffer import (
     ParamAndGradBuffer,
-    allocated,
     dtype_name,
     dtype_named,
     refuse_pickles,
@@ -20,7 +19,6 @@ __all__ = [
     "Unscale",
     "WithheldGrad",
     "_ParamAndGradBucketGroup",
-    "allocated",
     "dtype_name",
     "dtype_named",
     "refuse_pickles",

@@ -63,10 +63,6 @@ class Accelerator:
         """Return pinned host memory, for asynchronous copies to and from the device."""
         return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
 
-    def empty_cache(self) -> None:
-        """Give free memory of torch's allocator back to the device."""
-        torch.accelerator.empty_cache()
-
     def synchronize(self) -> None:
         """Wait until the device has done everything."""
         torch.accelerator.synchronize(self._device)

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megabucket.buffer import GradPhase, ParamAndGradBuffer, ParamPhase, _ParamAndGradBucketGroup, allocated
+from megabucket.buffer import GradPhase, ParamAndGradBuffer, ParamPhase, _ParamAndGradBucketGroup
+from megabucket.buffer.param_and_grad_buffer import allocated
 from megabucket.comm import Communicator, Exchange
 from megabucket.comm.communicator import RankState
 from megabucket.comm.device import profiler_range
@@ -128,7 +129,8 @@ class DistributedDataParallel(torch.nn.Module):
         self._optimizers: weakref.WeakSet[FollowsRebuild] = weakref.WeakSet()
         self._step_recorder: StepRecorder | None = None
         self._recorders: list[Recorder] = []
-        self._away: list[Memory] = []  # that was given back
+        self._away: list[Memory] = []  # that was given back, unless somebody else holds it
+        self._kinds_away: set[str] = set()  # the same on all ranks
         self._wrapping: Wrapping | Detached = Detached()
         self.module = module
         self.__dict__["module"] = module  # for fast access in each step; setting another module removes this entry
@@ -417,25 +419,21 @@ class DistributedDataParallel(torch.nn.Module):
             PeerFailedError: another rank has failed, perhaps to allocate memory on the host. No rank has given back anything.
         """
         wanted = {"grads": grads, "optimizer": optimizer, "main_params": main_params, "params": params}
-        with self._moving_memory("offload()", wanted) as call:
+        with self._moving_memory("offload()", wanted) as (call, moving, kinds):
             self.finish_param_sync()
             self.sync.reset()
             for group in self.bucket_groups:
                 group.forget_plans()
             roots = [self._wrapping, self.dtensors, *self._optimizers, *self.param_names]
-            found = find_memory(self._memory(), [kind for kind in wanted if wanted[kind]], roots)
-            try:
-                for memory in found:
-                    memory.make_host_memory()
-                call.open()
-            except BaseException:
-                for memory in found:
-                    memory.drop()
-                raise
+            moving.extend(find_memory(self._memory(), kinds, roots))
+            for memory in moving:
+                memory.make_host_memory()
+            call.open()
             if params:
                 torch.autograd.graph.increment_version(self.param_names)  # graphs of them cannot be used any more
-            self._away += found
-            freed, held = give_back(found)
+            self._away += moving
+            self._kinds_away |= kinds
+            freed, held = give_back(moving)
             self.communicator.wait_for(self.device, label="offload()")
         return Offloaded(freed, held, functools.partial(self.onload, **wanted))
 
@@ -454,22 +452,20 @@ class DistributedDataParallel(torch.nn.Module):
             LayoutMismatchError: other ranks take something else.
             PeerFailedError: another rank has failed, perhaps to allocate memory. No rank has taken anything.
         """
-        if not self._away:
+        if not self._kinds_away:
             return
         wanted = {"grads": grads, "optimizer": optimizer, "main_params": main_params, "params": params}
-        with self._moving_memory("onload()", wanted) as call:
-            coming: list[tuple[Memory, torch.Tensor]] = []
-            try:
-                coming += ((memory, memory.make()) for memory in self._away if wanted[memory.kind])
-                call.open()
-            except BaseException:
-                coming.clear()  # the traceback keeps it
-                raise
-            for memory, flat in coming:
-                memory.take_back(flat)
-            self._away = [memory for memory in self._away if not wanted[memory.kind]]
+        with self._moving_memory("onload()", wanted) as (call, moving, kinds):
+            moving.extend(memory for memory in self._away if memory.kind in kinds)
+            for memory in moving:
+                memory.make_memory()
+            call.open()
+            for memory in moving:
+                memory.take_back()
+            self._away = [memory for memory in self._away if memory.kind not in kinds]
+            self._kinds_away -= kinds
             self.communicator.wait_for(self.device, label="onload()")
-        if not self._away:
+        if not self._kinds_away:
             self.sync.restart()
 
     def _memory(self) -> Iterator[Memory]:
@@ -482,20 +478,23 @@ class DistributedDataParallel(torch.nn.Module):
             for slot in buffer.slots.values():
                 yield Memory("grads", slot.view, (slot.name,), fill=buffer.empty)  # of its own for float32 sums
         for one in self._optimizers:
-            yield from (one for one in one.memory(settles=not self._away) if one.tensor.device == self.device)
+            yield from (one for one in one.memory(settles=not self._kinds_away) if one.tensor.device == self.device)
 
     @contextmanager
-    def _moving_memory(self, label: str, wanted: Mapping[str, bool]) -> Iterator[CollectiveCall]:
-        """Make a call that gives back memory or takes it; allow nothing else as long as some is away."""
+    def _moving_memory(self, label: str, wanted: Mapping[str, bool]) -> Iterator[tuple[CollectiveCall, list[Memory], set[str]]]:
+        """Make a call that moves memory, which the block adds to a list; allow nothing else as long as some is away."""
+        moving: list[Memory] = []
         self.sync.resume()
         try:
             with self.sync.call(label) as call:
                 self.sync.check_between_steps(label)
                 call.entries = [(f"{kind}={is_wanted}",) for kind, is_wanted in wanted.items()]
-                yield call
+                yield call, moving, {kind for kind in wanted if wanted[kind]}
         finally:
-            if self._away:
-                self.sync.suspend(sorted({memory.kind for memory in self._away}))
+            for memory in moving:
+                memory.drop()
+            if self._kinds_away:
+                self.sync.suspend(sorted(self._kinds_away))
 
     # Parameters #
 
@@ -732,10 +731,11 @@ class DistributedDataParallel(torch.nn.Module):
         Gradients are dropped, and optimizers over the buffers' shards no longer update the module. Every further use of the
         wrapper is an error. A second call does nothing.
         """
-        if self._away:
+        if self._kinds_away:
             for memory in self._away:
-                memory.take_back(memory.make())
-            self._away.clear()
+                memory.take_back()
+                memory.drop()
+            self._kinds_away.clear()
             self.sync.resume()
         wrapping, self._wrapping = self._wrapping, Detached()
         try:

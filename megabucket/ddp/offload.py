@@ -2,8 +2,8 @@
 
 All tensors of the package that lie in one storage are found, pointed at a single NaN, and guarded: their class raises a
 ``PhaseError`` in every operation, because a read through a view of freed memory would end the process. The storage has no
-owner in the package then. Whether it is gone is asked, not assumed: another owner (a view of the caller's, an autograd graph)
-keeps it, and it is used again at the end. New memory comes from where the old one came from, and the same tensor objects are
+owner in the package then. Whether it is gone is asked, not assumed: if another owner (a view of the caller's, an autograd
+graph) keeps it, it stays in use. New memory comes from where the old one came from, and the same tensor objects are
 put back onto it, at their places: hooks, shards and batches stay as they are.
 """
 
@@ -18,7 +18,7 @@ import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -38,6 +38,7 @@ KINDS: Final = {
 }
 """What can be given back, by argument of ``DistributedDataParallel.offload``, and the words for it."""
 
+_UNSEEN: Final = "what is no tensor of Python: an autograd graph, or another library"
 _LARGEST_PART_BYTES: Final = 256 << 20
 _SMALLEST_PART_BYTES: Final = 64 << 10
 _RELEASED_WITHIN_S: Final = 0.2  # threads of gloo and NCCL drop their references a little after a wait has returned
@@ -96,62 +97,48 @@ class _Alias(NamedTuple):
     shape: torch.Size
     strides: tuple[int, ...]
     span: Span
-    """In bytes, from the start of the memory."""
 
 
+@dataclass(eq=False)
 class Memory:
-    """One piece of memory, here or away.
+    """One piece of memory, here or away."""
 
-    Args:
-        kind: one of ``KINDS``.
-        tensor: lies in it.
-        names: of the parameters that it is about; or their places in it.
-        make: returns new memory like ``tensor``, which is 1D then and is all that is given back; ``None``: its storage is.
-        fill: the new values, where those of now are not kept.
-    """
-
-    def __init__(
-        self,
-        kind: str,
-        tensor: torch.Tensor,
-        names: Sequence[str] | Mapping[str, ParamSlot] = (),
-        *,
-        make: Callable[[], torch.Tensor] | None = None,
-        fill: float | None = None,
-    ) -> None:
-        self.kind, self.tensor, self._names, self._make, self._fill = kind, tensor, names, make, fill
-        self._flat: torch.Tensor | None = None  # 1D, all of it, from ``locate`` until it is given back
-        self._is_away = False
-        self.num_bytes = self._start_bytes = 0
-        self._aliases: list[_Alias] = []
-        self._host: list[torch.Tensor] = []  # the values, meanwhile
-        self.storage: Callable[[], torch.UntypedStorage | None] = type(None)
-        """Returns the old storage, as long as it exists."""
-        self._kept: torch.UntypedStorage | None = None
+    kind: str
+    """One of ``KINDS``."""
+    tensor: torch.Tensor
+    """Lies in it."""
+    names: Sequence[str] | Mapping[str, ParamSlot] = ()
+    """Of the parameters that it is about; or their places in it."""
+    make: Callable[[], torch.Tensor] | None = None
+    """Returns new memory like ``tensor``, which is 1D then and is all that is given back; ``None``: its whole storage is."""
+    fill: float | None = None
+    """The new values, where those of now are not kept."""
+    span: Span = field(default_factory=lambda: Span(0, 0))
+    """In its storage, in bytes."""
+    storage: Callable[[], torch.UntypedStorage | None] = lambda: None
+    """Returns the old storage, as long as it exists."""
+    is_away: bool = False
+    _flat: torch.Tensor | None = None  # 1D, all of it: the old one, or the new one, only while a call moves it
+    _aliases: list[_Alias] = field(default_factory=list)
+    _host: list[torch.Tensor] = field(default_factory=list)  # the values, meanwhile
 
     def locate(self) -> None:
         """Note where it is."""
         tensor = self.tensor.detach()
-        flat = tensor if self._make is not None else tensor.new_empty(0).set_(tensor.untyped_storage())
-        self._flat, self.num_bytes, self._start_bytes = flat, flat.nbytes, _start_bytes(flat)
-        self.storage = weakref.ref(flat.untyped_storage())
+        self._flat = tensor if self.make is not None else tensor.new_empty(0).set_(tensor.untyped_storage())
+        self.span, self.storage = _span_of(self._flat), weakref.ref(self._flat.untyped_storage())
 
     def add(self, tensor: torch.Tensor) -> None:
         """Take a tensor of the same storage, if it lies in this memory."""
-        span = self._span_of(tensor)
-        if 0 <= span.start <= span.stop <= self.num_bytes:
+        span = _span_of(tensor)
+        if self.span.start <= span.start and span.stop <= self.span.stop:
             self._aliases.append(_Alias(tensor, type(tensor), tensor.shape, tensor.stride(), span))
 
-    def _span_of(self, tensor: torch.Tensor) -> Span:
-        start = _start_bytes(tensor) - self._start_bytes
-        last = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        return Span(start, start + (last + 1) * tensor.itemsize * bool(tensor.numel()))
-
     def _describe(self, span: Span) -> str:
-        """Return what lies in a range of bytes."""
-        names = self._names
+        """Return what lies in a range of bytes of the storage."""
+        names = self.names
         if isinstance(names, Mapping):
-            start, stop = (place / self.tensor.itemsize for place in span)
+            start, stop = ((place - self.span.start) / self.tensor.itemsize for place in span)
             names = [name for name, place in names.items() if place.start < stop and start < place.stop]
         return f"{KINDS[self.kind]} {name_list(names) if names else 'no parameter'}"
 
@@ -159,12 +146,8 @@ class Memory:
         """Allocate what holds the values meanwhile."""
         accelerator = Accelerator.of(self.tensor.device)
         make = partial(torch.empty, device="cpu") if accelerator is None else accelerator.pinned
-        parts = _parts(self.num_bytes if self._fill is None else 0, are_pinned=accelerator is not None)
+        parts = _parts(self.span.numel if self.fill is None else 0, are_pinned=accelerator is not None)
         self._host = [make(torch.Size((num_bytes,)), dtype=torch.uint8) for num_bytes in parts]
-
-    def drop(self) -> None:
-        """Undo ``locate`` and ``make_host_memory``: a traceback may keep this object."""
-        self._flat, self._host = None, []
 
     def _copies(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Return the parts of the values on the host and in the memory."""
@@ -179,7 +162,7 @@ class Memory:
         assert self._flat is not None  # noqa: S101 - for mypy
         for host, part in self._copies(self._flat):
             host.copy_(part, non_blocking=True)
-        self._flat, self._is_away = None, True
+        self._flat, self.is_away = None, True
         for tensor, kind, shape, _, span in self._aliases:
             if tensor.dtype not in nans:
                 nans[tensor.dtype] = tensor.new_full((), math.nan if tensor.is_floating_point() else 0)
@@ -187,43 +170,50 @@ class Memory:
             tensor.__class__ = _guard_of(kind)
             tensor._given_back = partial(self._describe, span)  # type: ignore[attr-defined]
 
-    def keep_if_held(self) -> str | None:
-        """Keep the storage, if it still exists, with the values in it. Return who else holds it."""
-        self._kept = self.storage()
-        if self._kept is None:
-            return None
-        self._host.clear()
+    def find_holders(self, storage: torch.UntypedStorage) -> str:
+        """Return who else holds the storage."""
+        tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
         holders = [
-            f"a {type(one).__name__} of shape {tuple(one.shape)} on {self._describe(self._span_of(one))}"
-            for one in gc.get_objects()
-            if issubclass(type(one), torch.Tensor) and _storage_of(one) is self._kept
+            f"a {type(one).__name__} of shape {tuple(one.shape)} on {self._describe(_span_of(one))}"
+            for one in tensors
+            if _storage_of(one) is storage
         ]
-        holders = holders or ["what is no tensor of Python: an autograd graph, or another library"]
-        return f"{self.kind}: {self.num_bytes} bytes, by {', '.join(holders[:5])}"
+        return f"{self.kind}: {self.span.numel} bytes, by {', '.join(holders[:5]) or _UNSEEN}"
 
-    def make(self) -> torch.Tensor:
-        """Allocate it again."""
-        tensor, numel = self.tensor, self.num_bytes // self.tensor.itemsize
-        if self._kept is None:
-            return self._make() if self._make is not None else torch.empty(numel, dtype=tensor.dtype, device=tensor.device)
-        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return made.set_(self._kept, self._start_bytes // tensor.itemsize, (numel,), (1,))
-
-    def take_back(self, flat: torch.Tensor) -> None:
-        """Put values and tensors into new memory, unless it is here. May be repeated after an interrupt."""
-        if not self._is_away:
+    def make_memory(self, storage: torch.UntypedStorage | None = None) -> None:
+        """Allocate it again; or use the old storage."""
+        if not self.is_away:
             return
-        if self._fill is not None:
-            flat.fill_(self._fill)
+        like, numel = self.tensor, self.span.numel // self.tensor.itemsize
+        if storage is not None:
+            self._flat = _empty_like(like).set_(storage, self.span.start // like.itemsize, (numel,), (1,))
+        else:
+            self._flat = _empty_like(like, numel) if self.make is None else self.make()
+
+    def take_back(self) -> None:
+        """Put values and tensors into new memory, if it is away. May be repeated after an interrupt."""
+        if not self.is_away:
+            return
+        if self._flat is None:
+            self.make_memory()
+        flat = self._flat
+        assert flat is not None  # noqa: S101 - for mypy
+        if self.fill is not None:
+            flat.fill_(self.fill)
         for host, part in self._copies(flat):
             part.copy_(host, non_blocking=True)
-        storage, start_bytes = flat.untyped_storage(), _start_bytes(flat)
+        storage, moved_bytes = flat.untyped_storage(), _span_of(flat).start - self.span.start
         for tensor, kind, shape, strides, span in self._aliases:
             tensor.__class__ = kind
             tensor.__dict__.pop("_given_back", None)
-            there = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            tensor.data = there.set_(storage, (start_bytes + span.start) // tensor.itemsize, shape, strides)
-        self._is_away = False
+            tensor.data = _empty_like(tensor).set_(storage, (span.start + moved_bytes) // tensor.itemsize, shape, strides)
+        self.is_away = False
+
+    def drop(self) -> None:
+        """End a call, whatever has come of it. Its traceback may keep this object, which must not hold memory then."""
+        self._flat = None
+        if not self.is_away:
+            self._host = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +223,7 @@ class Offloaded:
     freed_bytes: Mapping[str, int]
     """Bytes of storages that were freed, by argument of ``offload``."""
     held: Sequence[str]
-    """Storages that were not freed, because somebody else holds them: what, how many bytes, and by whom. They are used again
-    at ``onload``, with what they hold then."""
+    """Storages that were not freed, because somebody else holds them: what, how many bytes, and by whom. They stay in use."""
     take_back: Callable[[], None]
     """Takes it again."""
 
@@ -257,7 +246,7 @@ def find_memory(memories: Iterable[Memory], kinds: Collection[str], roots: Itera
     for memory in memories:
         own.append(memory.tensor)
         storage = _storage_of(memory.tensor)  # of one that is away already: None
-        if storage is not None and storage.nbytes() and (id(storage) not in found or memory._make is not None):
+        if storage is not None and storage.nbytes() and (id(storage) not in found or memory.make is not None):
             memory.locate()
             found.setdefault(id(storage), []).append(memory)
     for tensor in tensors_in([*roots, *own]):
@@ -279,9 +268,12 @@ def give_back(memories: Sequence[Memory]) -> tuple[Mapping[str, int], list[str]]
         time.sleep(0.001)
     freed, held = Counter[str](), []
     for memory in memories:
-        if (holder := memory.keep_if_held()) is not None:
-            held.append(holder)
-        freed[memory.kind] += memory.num_bytes * (holder is None)
+        if (storage := memory.storage()) is None:
+            freed[memory.kind] += memory.span.numel
+        else:
+            held.append(memory.find_holders(storage))
+            memory.make_memory(storage)
+            memory.take_back()
     return freed, held
 
 
@@ -312,8 +304,15 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return None
 
 
-def _start_bytes(tensor: torch.Tensor) -> int:
-    return int(tensor.storage_offset()) * tensor.itemsize
+def _empty_like(tensor: torch.Tensor, numel: int = 0) -> torch.Tensor:
+    return torch.empty(numel, dtype=tensor.dtype, device=tensor.device)
+
+
+def _span_of(tensor: torch.Tensor) -> Span:
+    """Return the bytes of its storage that a tensor lies in."""
+    numel = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    return Span(start, start + numel * tensor.itemsize * bool(tensor.numel()))
 
 
 def _parts(num_bytes: int, *, are_pinned: bool) -> Iterator[int]:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import torch
 
 from megabucket import ddp, optim
-from megabucket.comm import Accelerator
 from megabucket.comm.torch import default_group_of
 from megabucket.config.ddp import DistributedDataParallelConfig as Config
 from megabucket.ddp.groups import ParallelGroups, ReductionGroup
@@ -329,8 +328,8 @@ class DistributedDataParallel(MegatronDDP):
             empty_cache: give what torch's allocator keeps back to the device.
         """
         self.wrapper.offload(optimizer=False, main_params=False)
-        if empty_cache and (accelerator := Accelerator.of(self.wrapper.device)) is not None:
-            accelerator.empty_cache()
+        if empty_cache:
+            _empty_cache()
 
     def restore_grad_buffers(self, synchronize: bool = True) -> None:
         """Take gradient buffers again. A collective call. Steps are refused while other memory is given back."""
@@ -456,8 +455,7 @@ class DistributedOptimizer(MegatronOptimizer):
         """Move state and main parameters to the host, between two steps. A collective call: see ``ddp.wrapper.offload``."""
         for part in self.parts:
             part.ddp.offload(grads=False)
-            if (accelerator := Accelerator.of(part.ddp.device)) is not None:
-                accelerator.empty_cache()
+        _empty_cache()
 
     def restore_from_cpu(self) -> None:
         """Take back what ``offload_to_cpu`` has moved. A collective call."""
@@ -561,6 +559,12 @@ def get_megatron_optimizer(
     made = DistributedOptimizer(optimizers, grouped, chunks)
     made.config = config
     return made
+
+
+def _empty_cache() -> None:
+    """Give free memory of torch's allocator back to the device."""
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
 
 
 def _as_chunks(given: DistributedDataParallel | Sequence[DistributedDataParallel]) -> list[DistributedDataParallel]:

@@ -323,11 +323,14 @@ def test_a_view_of_the_caller_keeps_its_storage_and_is_named_and_right_afterward
         row.fill_(3.0)  # memory of its own, as far as anybody else sees
         values[0, 0] = 7.0
         ddp.onload()
-        assert torch.equal(row, torch.full_like(row, -0.0))
+        assert torch.equal(row, torch.full_like(row, 3.0))
         assert row.data_ptr() == weight.main_grad.data_ptr()
         assert values.data_ptr() == weight.data_ptr()
         assert weight[0, 0] == 7.0
         del row, values
+        ddp(torch.zeros(2, 12)).backward()
+        assert not ddp.module.layers[0].weight.main_grad.any()  # the gradient of no input, without the 3.0
+        ddp.zero_grad()
         assert ddp.offload(params=True).held == []
         ddp.onload()
         return given
@@ -532,7 +535,7 @@ def test_ranks_that_give_back_different_things_or_something_else_are_told_so_and
 
 @pytest.mark.parametrize("where", ["offload", "onload"])
 def test_memory_that_one_rank_cannot_allocate_loses_nothing_and_the_call_may_be_repeated(where, monkeypatch):
-    method = "make_host_memory" if where == "offload" else "make"
+    method = "make_host_memory" if where == "offload" else "make_memory"
     original, failing = getattr(Memory, method), set()  # threads: one of each rank
 
     def allocate(memory):
