@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import dtensor_models
 import pytest
 import torch
 import torch.distributed as dist
 from crew import Place, crew
+from dtensor_models import mesh_of
 from pool import FOUR_AT_NIGHT, Rank
 
 import megabucket as mb
@@ -85,6 +87,36 @@ def test_the_bits_of_a_run_with_phases_are_those_of_a_run_without(pool, ranks, d
         assert state.keys() == other_state.keys()
         for index, values in state.items():
             assert all(torch.equal(value, other_state[index][key]) for key, value in values.items())
+
+
+def train_dtensors(_: Rank, has_phases: bool) -> Any:
+    """Train a tensor-parallel model; what a caller keeps of a DTensor holds its memory."""
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    ddp, optimizer = dtensor_models.wrapped(mesh, "sequence parallel", use_distributed_optimizer=True)
+    norms = []
+    for step in range(3):
+        norms += dtensor_models.train(ddp, optimizer, mesh["dp"], range(step, step + 1))
+        optimizer.zero_grad()
+        if has_phases:
+            shown = ddp.module.up.weight
+            with ddp.offload(params=True) as given:
+                assert "'up.weight'" in str(given.held), given.held
+            del shown
+            with ddp.offload(params=True) as given:
+                assert given.held == [], given.held
+    ddp.finish_param_sync()
+    weights = [dtensor_models.whole(param).clone() for param in ddp.module.state_dict().values()]
+    ddp.detach()
+    return norms, weights
+
+
+@pytest.mark.nightly
+def test_the_bits_of_dtensors_are_those_of_a_run_without(pool):
+    found, expected = (pool.run(train_dtensors, flag, ranks=4) for flag in (True, False))
+
+    for (norms, weights), (other_norms, other_weights) in zip(found, expected, strict=True):
+        assert norms == other_norms
+        assert all(map(torch.equal, weights, other_weights))
 
 
 def many_phases(rank: Rank, num_phases: int) -> list[tuple[int, int]]:
