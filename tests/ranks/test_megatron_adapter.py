@@ -22,7 +22,7 @@ from moe_ranks import NUM_EXPERTS, NUM_RANKS, Moe, groups_of, own_experts, token
 from pool import Rank, WorkerPool
 
 import megabucket as mb
-from megabucket.errors import ConfigError
+from megabucket.errors import ConfigError, PhaseError
 
 pytestmark = pytest.mark.dist
 
@@ -434,6 +434,50 @@ def resume_and_scale(rank: Rank) -> None:
 @pytest.mark.nightly
 def test_a_step_after_loading_equals_the_one_after_saving_and_overflows_lower_the_scale(pool_of_two):
     pool_of_two.run(resume_and_scale, ranks=2)
+
+
+def train_in_phases(_: Rank, has_phases: bool) -> dict[str, torch.Tensor]:
+    """Train with Megatron's calls; with phases as its loop for reinforcement learning makes them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core import parallel_state
+        from megatron.core.distributed import DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig
+
+        from megabucket.integrations.megatron import DistributedDataParallel, DistributedOptimizer
+
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+        transformer, _ = transformer_config({})
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(transformer, DistributedDataParallelConfig(**SHARDED), torch.nn.Linear(8, 8).bfloat16())
+        config = OptimizerConfig(bf16=True, clip_grad=1.0, **SHARDED)
+        optimizer = DistributedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=LEARNING_RATE), config, ddp)
+    try:
+        for step in range(3):
+            ddp.zero_grad_buffer()
+            ddp(torch.full((2, 8), 0.5 + step).bfloat16()).float().square().mean().backward()
+            ddp.finish_grad_sync()
+            optimizer.step()
+            if has_phases:
+                ddp.offload_grad_buffers()
+                optimizer.offload_to_cpu()
+                assert ddp.wrapper._kinds_away == {"grads", "optimizer", "main_params"}
+                with pytest.raises(PhaseError, match="'grads', 'main_params', 'optimizer'"):
+                    ddp.zero_grad_buffer()
+                optimizer.restore_from_cpu()
+                with pytest.raises(PhaseError, match="given back 'grads'"):
+                    optimizer.step()
+                ddp.restore_grad_buffers(synchronize=False)
+        return weights_of(ddp.module)
+    finally:
+        ddp.wrapper.detach()
+        parallel_state.destroy_model_parallel()
+
+
+def test_megatrons_calls_give_memory_back_and_take_it(pool_of_one):
+    (found,), (expected,) = (pool_of_one.run(train_in_phases, flag, ranks=1) for flag in (True, False))
+
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
 REFUSED_DDP = """
