@@ -216,11 +216,6 @@ class DistributedDataParallel(torch.nn.Module):
         return self._wrapping.groups
 
     @property
-    def device(self) -> torch.device:
-        """Of the buffers."""
-        return self._wrapping.device
-
-    @property
     def policy(self) -> StepPolicy:
         """The config, resolved for each step."""
         return self._wrapping.policy
@@ -432,10 +427,9 @@ class DistributedDataParallel(torch.nn.Module):
             if params:
                 torch.autograd.graph.increment_version(self.param_names)  # graphs of them cannot be used any more
             self._away += moving
-            self._kinds_away |= kinds
+            added, self._kinds_away = kinds - self._kinds_away, kinds | self._kinds_away
             freed, held = give_back(moving)
-            self.communicator.wait_for(self.device, label="offload()")
-        return Offloaded(freed, held, functools.partial(self.onload, **wanted))
+        return Offloaded(freed, held, functools.partial(self.onload, **{kind: kind in added for kind in wanted}))
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -456,7 +450,7 @@ class DistributedDataParallel(torch.nn.Module):
             return
         wanted = {"grads": grads, "optimizer": optimizer, "main_params": main_params, "params": params}
         with self._moving_memory("onload()", wanted) as (call, moving, kinds):
-            moving.extend(memory for memory in self._away if memory.kind in kinds)
+            moving.extend(memory for memory in self._away if memory.kind in kinds and memory.is_away)
             for memory in moving:
                 memory.make_memory()
             call.open()
@@ -464,7 +458,6 @@ class DistributedDataParallel(torch.nn.Module):
                 memory.take_back()
             self._away = [memory for memory in self._away if memory.kind not in kinds]
             self._kinds_away -= kinds
-            self.communicator.wait_for(self.device, label="onload()")
         if not self._kinds_away:
             self.sync.restart()
 
@@ -478,7 +471,7 @@ class DistributedDataParallel(torch.nn.Module):
             for slot in buffer.slots.values():
                 yield Memory("grads", slot.view, (slot.name,), fill=buffer.empty)  # of its own for float32 sums
         for one in self._optimizers:
-            yield from (one for one in one.memory(settles=not self._kinds_away) if one.tensor.device == self.device)
+            yield from (found for found in one.memory(settles=not self._kinds_away) if found.tensor.device == flat.device)
 
     @contextmanager
     def _moving_memory(self, label: str, wanted: Mapping[str, bool]) -> Iterator[tuple[CollectiveCall, list[Memory], set[str]]]:
@@ -490,6 +483,7 @@ class DistributedDataParallel(torch.nn.Module):
                 self.sync.check_between_steps(label)
                 call.entries = [(f"{kind}={is_wanted}",) for kind, is_wanted in wanted.items()]
                 yield call, moving, {kind for kind in wanted if wanted[kind]}
+                self.communicator.wait_for(self.param_and_grad_buffers[0].param_data.device, label=label)
         finally:
             for memory in moving:
                 memory.drop()

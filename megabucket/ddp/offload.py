@@ -172,18 +172,15 @@ class Memory:
 
     def find_holders(self, storage: torch.UntypedStorage) -> str:
         """Return who else holds the storage."""
-        tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
         holders = [
             f"a {type(one).__name__} of shape {tuple(one.shape)} on {self._describe(_span_of(one))}"
-            for one in tensors
-            if _storage_of(one) is storage
+            for one in gc.get_objects()
+            if issubclass(type(one), torch.Tensor) and _storage_of(one) is storage
         ]
         return f"{self.kind}: {self.span.numel} bytes, by {', '.join(holders[:5]) or _UNSEEN}"
 
     def make_memory(self, storage: torch.UntypedStorage | None = None) -> None:
         """Allocate it again; or use the old storage."""
-        if not self.is_away:
-            return
         like, numel = self.tensor, self.span.numel // self.tensor.itemsize
         if storage is not None:
             self._flat = _empty_like(like).set_(storage, self.span.start // like.itemsize, (numel,), (1,))
@@ -225,7 +222,7 @@ class Offloaded:
     held: Sequence[str]
     """Storages that were not freed, because somebody else holds them: what, how many bytes, and by whom. They stay in use."""
     take_back: Callable[[], None]
-    """Takes it again."""
+    """Takes the kinds again that this call has given back."""
 
     def __enter__(self) -> Self:
         return self

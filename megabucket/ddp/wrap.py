@@ -378,7 +378,6 @@ class Wrapping:
         self.module, self.policy = module, policy
         params, self.identities, self.layout = _agree_on_model(module, config, policy, ranks, groups, dtensors)
         self.param_names = {param: name for name, param in params.items()}
-        self.device = next(iter(params.values())).device
         self.buffers: list[ParamAndGradBuffer] = []
         self.groups: list[_ParamAndGradBucketGroup] = []
         self._handles: list[Any] = []

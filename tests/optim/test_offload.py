@@ -593,6 +593,20 @@ def test_kinds_go_and_come_one_by_one():
     assert_bits(found, on_world(2, lambda *at: program(nothing, *at), **config))
 
 
+def test_a_block_inside_another_takes_back_its_own_only():
+    def between(ddp, _):
+        with ddp.offload():
+            with ddp.offload(params=True):
+                assert ddp._kinds_away == set(KINDS)
+            assert ddp._kinds_away == {"grads", "optimizer", "main_params"}
+        assert ddp._kinds_away == set()
+
+    def program(between, rank, ddp, optimizer):
+        return train(rank, ddp, optimizer, between)
+
+    assert_bits(on_world(2, lambda *at: program(between, *at)), on_world(2, lambda *at: program(nothing, *at)))
+
+
 def test_an_exception_in_the_block_leaves_it_with_the_memory_back():
     def program(rank, ddp, optimizer):
         train(rank, ddp, optimizer, nothing, steps=1)
