@@ -2,8 +2,10 @@
 
 import copy
 import gc
+import itertools
 import re
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -20,8 +22,9 @@ from megabucket import (
     save_checkpoint,
 )
 from megabucket.config.resolve import fp32_local_params
+from megabucket.ddp import offload
 from megabucket.ddp.offload import Memory
-from megabucket.errors import CallMismatchError, LayoutMismatchError, PeerFailedError, PhaseError
+from megabucket.errors import CallMismatchError, LayoutMismatchError, PeerFailedError, PhaseError, WrapperBrokenError
 from megabucket.layout.owners import plan_owners
 from megabucket.planning.memory import OffloadBytes, offload_bytes
 from megabucket.testing import LoopbackWorld
@@ -564,6 +567,58 @@ def test_memory_that_one_rank_cannot_allocate_loses_nothing_and_the_call_may_be_
 
     found = on_world(2, lambda *at: program(between, *at), dtype=torch.bfloat16)
     assert_bits(found, on_world(2, lambda *at: program(nothing, *at), dtype=torch.bfloat16))
+
+
+def go_on(ddp, optimizer, where):
+    if where == "offload":
+        ddp.offload(params=True)
+    ddp.onload()
+    ddp(batch(0, 0, torch.bfloat16)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("where", "at"), [("offload", 0), ("offload", 9), ("offload", 30), ("onload", 16), ("onload", 28)])
+def test_an_interrupt_in_the_middle_loses_nothing(where, at, monkeypatch):
+    count = itertools.count()
+    original = {"offload": offload._guard_of, "onload": offload._empty_like}[where]
+
+    def interrupting(*args):
+        if threading.get_ident() in interrupted and next(count) == at:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    interrupted = set()
+    monkeypatch.setattr(offload, original.__name__, interrupting)
+
+    def program(rank, ddp, optimizer):
+        train(rank, ddp, optimizer, nothing, steps=1, dtype=torch.bfloat16)
+        before = {name: param.detach().clone() for name, param in ddp.module.named_parameters()}
+        if where == "onload":
+            ddp.offload(params=True)
+        if rank == 1:
+            interrupted.add(threading.get_ident())
+        with pytest.raises(KeyboardInterrupt if rank else WrapperBrokenError):
+            go_on(ddp, optimizer, where)
+        interrupted.clear()
+        module = ddp.detach()
+        assert_bits({name: param.detach() for name, param in module.named_parameters()}, before)
+        assert all(type(param) is torch.nn.Parameter for param in module.parameters())
+        module(torch.ones(2, 12).bfloat16()).backward()
+
+    on_world(2, program, dtype=torch.bfloat16)
+
+
+def test_the_python_object_of_a_storage_lives_as_long_as_the_storage():
+    """What the search for other owners relies on."""
+    tensor = torch.ones(100)
+    reference = weakref.ref(tensor.untyped_storage())
+    graph = torch.nn.functional.linear(torch.ones(1, 10, requires_grad=True), tensor.view(10, 10))
+
+    assert reference() is tensor.untyped_storage()
+    tensor.data = torch.zeros(()).expand(100)
+    assert reference() is not None  # the graph has a view that no object of Python stands for
+    del graph
+    assert reference() is None
 
 
 # In and out #
