@@ -21,6 +21,7 @@ from megabucket import (
     ShardedEMA,
     save_checkpoint,
 )
+from megabucket.comm import ForwardingCommunicator, LocalCommunicator
 from megabucket.config.resolve import fp32_local_params
 from megabucket.ddp import offload
 from megabucket.ddp.offload import Memory
@@ -381,6 +382,42 @@ def test_a_graph_of_the_parameters_is_refused_after_they_have_gone():
             torch.autograd.grad(loss, inputs)
 
     on_world(1, program)
+
+
+class Pool(ForwardingCommunicator):
+    """Allocates parts of larger memory, each time at another place; from one slab that it keeps, or from new memory."""
+
+    def __init__(self, slab=None):
+        super().__init__(LocalCommunicator())
+        self.slab, self.start, self.num_bytes = slab, 64, []
+
+    def allocate(self, numel, dtype, device):
+        start, nbytes = self.start, numel * dtype.itemsize
+        self.start += 64 + (nbytes if self.slab is not None else 0)
+        self.num_bytes.append(nbytes)
+        memory = self.slab if self.slab is not None else torch.zeros(start + nbytes + 64, dtype=torch.uint8)
+        return memory[start : start + nbytes].view(dtype)
+
+
+@pytest.mark.parametrize("keeps_slab", [False, True])
+def test_memory_of_a_pool_comes_from_the_pool_again_at_whatever_place(keeps_slab):
+    def run(communicator, between):
+        ddp = DistributedDataParallel(
+            Net(torch.bfloat16), DistributedDataParallelConfig(bucket_size=100), communicator=communicator
+        )
+        optimizer = DistributedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=0.01), ddp)
+        return train(0, ddp, optimizer, between, dtype=torch.bfloat16)
+
+    def between(ddp, step):
+        given = ddp.offload(params=True)
+        assert [text.split(":")[0] for text in given.held] == (["params", "grads"] if keeps_slab else [])
+        assert [given.freed_bytes[kind] > 0 for kind in ("params", "grads", "optimizer")] == [not keeps_slab] * 2 + [True]
+        ddp.onload()
+
+    pool = Pool(torch.zeros(100_000, dtype=torch.uint8) if keeps_slab else None)
+
+    assert_bits(run(pool, between), run(None, nothing))
+    assert pool.num_bytes == pool.num_bytes[:2] * (1 if keeps_slab else 5)  # when wrapping, and after each phase
 
 
 # What is refused meanwhile #
