@@ -140,6 +140,35 @@ def test_the_bits_of_a_run_with_phases_are_those_of_a_run_without(size, precisio
         assert_bits(found, expected)
 
 
+class Product(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, factors):
+        return (self.weight * factors).sum()
+
+
+@pytest.mark.parametrize("zeroes", [False, True])
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_so_is_the_sign_of_a_gradient_of_zero(has_stepped, zeroes):
+    """It is added to what a fresh or a zeroed buffer holds, -0.0 or 0.0, or overwrites that of an earlier step."""
+
+    def sign(between):
+        module = Product()
+        ddp = DistributedDataParallel(module)
+        if has_stepped:
+            ddp(torch.ones(3)).backward()
+        if has_stepped or zeroes:
+            ddp.zero_grad(set_to_none=not zeroes)
+        between(ddp, 0)
+        ddp(torch.full((3,), -0.0)).backward()
+        return module.weight.main_grad.signbit().all().item()
+
+    assert sign(nothing) == (not zeroes)
+    assert sign(phase()) == sign(nothing)
+
+
 @pytest.mark.parametrize("groups", [None, experts, replicas])
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)])
 def test_so_are_those_of_experts_replicas_and_owners_of_whole_tensors(groups, dtype):
