@@ -420,7 +420,7 @@ class DistributedDataParallel(torch.nn.Module):
             for group in self.bucket_groups:
                 group.forget_plans()
             roots = [self._wrapping, self.dtensors, *self._optimizers, *self.param_names]
-            moving.extend(find_memory(self._memory(), kinds, roots))
+            moving.extend(find_memory([*self._memory()], kinds, roots))
             for memory in moving:
                 memory.make_host_memory()
             call.open()
@@ -726,7 +726,8 @@ class DistributedDataParallel(torch.nn.Module):
         wrapper is an error. A second call does nothing.
         """
         if self._kinds_away:
-            for memory in self._away:
+            for memory in (memory for memory in self._away if memory.is_away):
+                memory.make_memory()
                 memory.take_back()
                 memory.drop()
             self._kinds_away.clear()

@@ -118,7 +118,7 @@ class Memory:
     storage: Callable[[], torch.UntypedStorage | None] = lambda: None
     """Returns the old storage, as long as it exists."""
     is_away: bool = False
-    _flat: torch.Tensor | None = None  # 1D, all of it: the old one, or the new one, only while a call moves it
+    _flat: Any = None  # 1D, all of it: the old one, or the new one; None unless a call moves it
     _aliases: list[_Alias] = field(default_factory=list)
     _host: list[torch.Tensor] = field(default_factory=list)  # the values, meanwhile
 
@@ -159,7 +159,6 @@ class Memory:
         Args:
             nans: one for each dtype; gets those that are missing.
         """
-        assert self._flat is not None  # noqa: S101 - for mypy
         for host, part in self._copies(self._flat):
             host.copy_(part, non_blocking=True)
         self._flat, self.is_away = None, True
@@ -188,13 +187,8 @@ class Memory:
             self._flat = _empty_like(like, numel) if self.make is None else self.make()
 
     def take_back(self) -> None:
-        """Put values and tensors into new memory, if it is away. May be repeated after an interrupt."""
-        if not self.is_away:
-            return
-        if self._flat is None:
-            self.make_memory()
+        """Put values and tensors into what ``make_memory`` has made. May be repeated after an interrupt."""
         flat = self._flat
-        assert flat is not None  # noqa: S101 - for mypy
         if self.fill is not None:
             flat.fill_(self.fill)
         for host, part in self._copies(flat):
@@ -208,9 +202,7 @@ class Memory:
 
     def drop(self) -> None:
         """End a call, whatever has come of it. Its traceback may keep this object, which must not hold memory then."""
-        self._flat = None
-        if not self.is_away:
-            self._host = []
+        self._flat, self._host = None, self._host if self.is_away else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +223,7 @@ class Offloaded:
         self.take_back()
 
 
-def find_memory(memories: Iterable[Memory], kinds: Collection[str], roots: Iterable[object]) -> list[Memory]:
+def find_memory(memories: Sequence[Memory], kinds: Collection[str], roots: Iterable[object]) -> list[Memory]:
     """Return the memory of some kinds, with all tensors of the package that lie in it.
 
     Args:
@@ -239,14 +231,12 @@ def find_memory(memories: Iterable[Memory], kinds: Collection[str], roots: Itera
         roots: objects of the package, through which its tensors are found.
     """
     found: dict[int, list[Memory]] = {}  # by id of the storage
-    own = []
     for memory in memories:
-        own.append(memory.tensor)
         storage = _storage_of(memory.tensor)  # of one that is away already: None
         if storage is not None and storage.nbytes() and (id(storage) not in found or memory.make is not None):
             memory.locate()
             found.setdefault(id(storage), []).append(memory)
-    for tensor in tensors_in([*roots, *own]):
+    for tensor in tensors_in([*roots, *(memory.tensor for memory in memories)]):
         for memory in found.get(id(_storage_of(tensor)), ()):
             memory.add(tensor)
     return [memory for of_storage in found.values() for memory in of_storage if memory.kind in kinds]
