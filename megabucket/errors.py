@@ -281,6 +281,8 @@ _CALLS: Final = {
     "start_param_sync()": ("the call", _NOTHING_CHANGED),
     "train()": ("the optimizer", "The weights were switched on no rank."),
     "eval()": ("the optimizer", "The weights were switched on no rank."),
+    "offload()": ("the list of what to give back", "No rank has given back anything."),
+    "onload()": ("the list of what to take back", "No rank has taken back anything."),
     "state_dict()": ("the state to save", _NOTHING_CHANGED),
     "save_checkpoint()": ("the state to save", "Nothing was saved."),
     "load_state_dict()": ("the optimizer state to load", "Nothing was loaded on any rank."),

@@ -293,6 +293,11 @@ def finish_sync(run):
     run.ddp.finish_grad_sync()
 
 
+def give_back_and_take(run):
+    run.ddp.offload(params=True)
+    run.ddp.onload()
+
+
 def poll(run):
     run.stop = mb.AgreedStop(run.ddp)
     run.stop.poll()
@@ -427,6 +432,7 @@ CALLS = {
     "detach()": (prepared, detach, wrap_again),
     "broadcast_params()": (prepared, broadcast, nothing),
     "check_replicas()": (prepared, check, nothing),
+    "offload(), onload()": (prepared, give_back_and_take, nothing),
     "start_param_sync(), finish_param_sync()": (prepared, sync_params, nothing),
     "the first ShardedEMA.update()": (without_average, average, nothing),
     "param_norms()": (with_gradients, measure_norms, nothing),

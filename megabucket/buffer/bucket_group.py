@@ -610,6 +610,14 @@ class _ParamAndGradBucketGroup:
             slot.forget()
         self.readiness.end_step()
 
+    def forget_plans(self) -> None:
+        """Drop what back-ends keep for the batches, because the buffers move."""
+        self.communicator.forget(self._grad_calls)
+        self.communicator.forget(self._gather_calls)
+        self.communicator.forget(self._whole_grads)
+        if self._replicas is not None:
+            self._replicas.communicator.forget(self._over_replicas)
+
     # Parameters #
 
     def mark_params_stale(self) -> None:

@@ -78,10 +78,12 @@ class ParamAndGradBuffer:
         self.params = {name: params[name] for name in layout.params}
         device = next(iter(self.params.values())).device
         allocator = communicator or LocalCommunicator()
-        self.param_data = _allocated(allocator, layout.numel, dtype_named(layout.key.param_dtype), device).zero_()  # 1D
+        self.param_data = allocated(allocator, layout.numel, dtype_named(layout.key.param_dtype), device).zero_()  # 1D
         # The first gradient of a fresh buffer is added, not copied (grad_slot.py). Adding to -0.0 changes no value, not even
         # -0.0, so one rank has the bits of plain torch (tests/ranks/test_one_rank.py).
-        self.grad_data = _allocated(allocator, layout.numel, dtype_named(layout.key.grad_dtype), device).fill_(-0.0)  # 1D
+        self.grad_data = allocated(allocator, layout.numel, dtype_named(layout.key.grad_dtype), device).fill_(-0.0)  # 1D
+        self.empty = -0.0
+        """What places of gradients hold to which the first gradient is added."""
         self._fp32_local = fp32_local if self.grad_data.itemsize == 2 else ()
         self.local_grads: list[torch.Tensor] = []
         """float32 sums of microbatches: ``main_grad`` of the parameters in ``fp32_local``."""
@@ -155,11 +157,17 @@ class ParamAndGradBuffer:
         """Fill the gradient buffer with zeros, padding included: one pass over memory."""
         for grads in (self.grad_data, *self.local_grads):
             grads.zero_()
+        self.empty = 0.0
         for slot in self.slots.values():
             slot.forget(is_zeroed=True)
 
 
-def _allocated(communicator: Communicator, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def allocated(communicator: Communicator, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return memory of a communicator for a buffer: 1D, contiguous, not initialized.
+
+    Raises:
+        ConfigError: the communicator has allocated something else.
+    """
     memory = communicator.allocate(numel, dtype, device)
     found = (memory.shape, memory.dtype, memory.device)
     if found != ((numel,), dtype, device) or not memory.is_contiguous():

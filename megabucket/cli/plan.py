@@ -35,7 +35,7 @@ def plan(
     from megabucket.layout import build_layout
     from megabucket.planning.architecture import param_specs
     from megabucket.planning.describe import describe_rows, describe_totals
-    from megabucket.planning.memory import memory_by_mode
+    from megabucket.planning.memory import memory_by_mode, offload_of_plan
     from megabucket.planning.owners import describe_owners
     from megabucket.planning.run_config import group_sizes_of, load_config, shard_counts
 
@@ -46,19 +46,18 @@ def plan(
     with notice_when_slow("laying out the model"):
         specs = param_specs(run.model)
         group_sizes = group_sizes_of(run, specs, expert_dp_size=expert_dp_size)
-        whole_params, activation_bytes = run.optimizer.whole_params(specs), int(activation_gib * _GIB)
+        whole_params, moments = run.optimizer.whole_params(specs), run.optimizer.moments_per_element
         shards = shard_counts(dp_size, group_sizes, num_instances)
         layout = build_layout(specs, run.ddp, dp_size=shards["dense"], group_sizes=shards)
-        rows = describe_rows(layout)
-        totals = describe_totals(layout, rows)
+        totals = describe_totals(layout, rows := describe_rows(layout))
         memory = memory_by_mode(
             specs,
             run.ddp,
             dp_size=dp_size,
             group_sizes=group_sizes,
             num_instances=num_instances,
-            moments_per_element=run.optimizer.moments_per_element,
-            activation_bytes=activation_bytes,
+            moments_per_element=moments,
+            activation_bytes=int(activation_gib * _GIB),
             whole_params=whole_params,
         )
         owners = describe_owners(layout, whole_params) if run.ddp.use_distributed_optimizer else ()
@@ -72,10 +71,11 @@ def plan(
         "fingerprint": layout.fingerprint,
         "totals": asdict(totals),
         "memory": {mode: {**asdict(each), "total_bytes": each.total_bytes} for mode, each in memory.items()},
+        "offload": asdict(offload := offload_of_plan(layout, run.ddp, moments_per_element=moments, whole_params=whole_params)),
         "owners": [each.to_dict() for each in owners],
         "buckets": [asdict(row) for row in rows],
     }
-    of_memory = memory_lines(memory, optimizer=run.optimizer.name, dp_size=dp_size, chosen=chosen)
+    of_memory = memory_lines(memory, offload, optimizer=run.optimizer.name, dp_size=dp_size, chosen=chosen)
     of_owners = owner_lines(owners, optimizer=run.optimizer.name)
     lines = chain(total_lines(totals, layout.fingerprint), of_memory, of_owners, bucket_lines(rows, show_all=show_all))
     print_answer(data, lines, as_json=json)

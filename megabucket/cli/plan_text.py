@@ -9,7 +9,7 @@ from typing import Final
 from megabucket.cli.output import counted, text_table
 from megabucket.errors import printable
 from megabucket.planning.describe import BucketRow, LayoutTotals
-from megabucket.planning.memory import RankMemory
+from megabucket.planning.memory import OffloadBytes, RankMemory
 from megabucket.planning.owners import GroupOwners
 from megabucket.units import format_bytes, format_count
 
@@ -37,7 +37,9 @@ def bucket_lines(rows: Sequence[BucketRow], *, show_all: bool) -> Iterator[str]:
         yield from text_table(cells, num_left=0, num_folded=1)
 
 
-def memory_lines(memory: Mapping[str, RankMemory], *, optimizer: str, dp_size: int, chosen: str) -> Iterator[str]:
+def memory_lines(
+    memory: Mapping[str, RankMemory], offload: OffloadBytes, *, optimizer: str, dp_size: int, chosen: str
+) -> Iterator[str]:
     """Yield the table of memory by category, a column per mode; categories that are zero in all of them are left out.
 
     Args:
@@ -54,6 +56,8 @@ def memory_lines(memory: Mapping[str, RankMemory], *, optimizer: str, dp_size: i
     yield from text_table(rows, indent=2)
     left_out = "" if any(each.activation_bytes for each in memory.values()) else "; activations: --activation-gib"
     yield f"  * the mode of this config{left_out}"
+    given_back = ", ".join(f"{field.name} {format_bytes(getattr(offload, field.name))}" for field in fields(offload)[:-1])
+    yield f"  ddp.offload() gives back: {given_back}; with params=True also {format_bytes(offload.params)}"
     yield ""
 
 

@@ -331,6 +331,10 @@ class Communicator(ABC):
         """
         return Batch(call for call in calls if isinstance(call, AllToAll) or call.full.numel())
 
+    def forget(self, batch: Batch) -> None:
+        """Drop the plan of a batch, with its memory: the tensors of its calls move. The next launch plans it anew."""
+        batch.plan = None
+
     def handle(self, calls: Sequence[Call], *, label: str) -> Handle:
         """Return a launch of calls of one kind that has not started.
 
@@ -567,6 +571,10 @@ class ForwardingCommunicator(Communicator):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory of the inner communicator."""
         return self.inner.allocate(numel, dtype, device)
+
+    def forget(self, batch: Batch) -> None:
+        """Drop the plan of a batch."""
+        self.inner.forget(batch)
 
     def read(self, values: torch.Tensor, *, label: str) -> torch.Tensor:
         """Return values that the host may read."""

@@ -30,6 +30,9 @@ _SEGMENT_BYTES: Final = 1 << 20  # gloo's default
 class GlooPlan(Plan):
     """A plan for gloo: exchanges where they are faster, torch's own collectives otherwise."""
 
+    room_bytes = 0
+    """Receive memory that was taken from the room of its channel."""
+
     def add_for_gloo(self, calls: Sequence[Call], *, room_bytes: int | None = None) -> int:
         """Plan calls of one kind in the fastest way on gloo. Return the bytes of receive memory taken.
 

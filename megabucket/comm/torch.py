@@ -180,10 +180,17 @@ class _Channel(Communicator):
         plan.add_in_rank_order(ordered)
         if rest and isinstance(plan, GlooPlan):
             # All ranks plan the same batches in the same order, so they run out of room at the same one.
-            self._room_bytes -= plan.add_for_gloo(rest, room_bytes=self._room_bytes if is_kept else None)
+            plan.room_bytes = plan.add_for_gloo(rest, room_bytes=self._room_bytes if is_kept else None)
+            self._room_bytes -= plan.room_bytes
         elif rest:
             plan.add_plain(rest)
         return plan
+
+    def forget(self, batch: Batch) -> None:
+        """Drop the plan of a batch. Its receive memory counts as free again."""
+        if isinstance(batch.plan, GlooPlan):
+            self._room_bytes += batch.plan.room_bytes
+        super().forget(batch)
 
     def _backend(self, device: torch.device) -> Backend:
         if device.type not in self._backends:

@@ -10,7 +10,7 @@ import logging
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megabucket.buffer import GradPhase, ParamAndGradBuffer, ParamPhase, _ParamAndGradBucketGroup
+from megabucket.buffer.param_and_grad_buffer import allocated
 from megabucket.comm import Communicator, Exchange
 from megabucket.comm.communicator import RankState
 from megabucket.comm.device import profiler_range
@@ -26,6 +27,7 @@ from megabucket.config.resolve import StepPolicy, overlap_obstacle, resolve_step
 from megabucket.ddp.backward import refuse_in_backward
 from megabucket.ddp.calls import CollectiveCall
 from megabucket.ddp.groups import DENSE, ParallelGroups, communicator_for, discover, single
+from megabucket.ddp.offload import Memory, Offloaded, find_memory, give_back
 from megabucket.ddp.replicas import (
     broadcast_replica,
     entries_by_group,
@@ -128,6 +130,8 @@ class DistributedDataParallel(torch.nn.Module):
         self._optimizers: weakref.WeakSet[FollowsRebuild] = weakref.WeakSet()
         self._step_recorder: StepRecorder | None = None
         self._recorders: list[Recorder] = []
+        self._away: list[Memory] = []  # that was given back, unless somebody else holds it
+        self._kinds_away: set[str] = set()  # the same on all ranks
         self._wrapping: Wrapping | Detached = Detached()
         self.module = module
         self.__dict__["module"] = module  # for fast access in each step; setting another module removes this entry
@@ -382,6 +386,123 @@ class DistributedDataParallel(torch.nn.Module):
     def _zero_buffers(self) -> None:
         for buffer in self.param_and_grad_buffers:
             buffer.zero_grads()
+
+    # Memory between steps #
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def offload(
+        self, *, grads: bool = True, optimizer: bool = True, main_params: bool = True, params: bool = False
+    ) -> Offloaded:
+        """Give memory back until ``onload``: for a phase in which something else needs it, such as generation of text.
+
+        A collective call, between two steps. Gradients are cleared, as by ``zero_grad()``. Until ``onload`` every step, and
+        every other call on several ranks, is a ``PhaseError``; and so is every operation on a tensor whose memory is gone:
+        ``param.main_grad``, ``param.grad`` and, if they were given back, the parameters. What was given back before stays so.
+
+        Args:
+            grads: free gradient buffers, float32 sums beside them, and memory in which gradients are received.
+            optimizer: move the state of a ``DistributedOptimizer`` to the host. That of a plain torch optimizer stays.
+            main_params: move its float32 main parameters of 16-bit parameters to the host.
+            params: move the parameter buffers to the host. Without it the module may run, but not train.
+
+        Returns:
+            What was freed, and what was not because somebody else holds it. As a context it calls ``onload`` at the end.
+
+        Raises:
+            PhaseError: a step is open.
+            LayoutMismatchError: other ranks give back something else.
+            PeerFailedError: another rank has failed, perhaps to allocate memory on the host. No rank has given back anything.
+        """
+        wanted = {"grads": grads, "optimizer": optimizer, "main_params": main_params, "params": params}
+        with self._moving_memory("offload()", wanted) as (call, moving, kinds):
+            self.finish_param_sync()
+            self.sync.reset()
+            for group in self.bucket_groups:
+                group.forget_plans()
+            roots = [self._wrapping, self.dtensors, *self._optimizers, *self.param_names]
+            moving.extend(find_memory([*self._memory()], kinds, roots))
+            for memory in moving:
+                memory.make_host_memory()
+            call.open()
+            if params:
+                torch.autograd.graph.increment_version(self.param_names)  # graphs of them cannot be used any more
+            self._away += moving
+            added, self._kinds_away = kinds - self._kinds_away, kinds | self._kinds_away
+            freed, held = give_back(moving)
+        return Offloaded(freed, held, functools.partial(self.onload, **{kind: kind in added for kind in wanted}))
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def onload(self, *, grads: bool = True, optimizer: bool = True, main_params: bool = True, params: bool = True) -> None:
+        """Take memory again that ``offload`` has given back, with the values that were moved to the host.
+
+        A collective call; does nothing if nothing is given back. When all of it is back, the next step may begin. Its bits
+        are those of a run that has never given back anything. A call that fails may be repeated.
+
+        Args:
+            grads: and the others: what to take. By default all.
+
+        Raises:
+            LayoutMismatchError: other ranks take something else.
+            PeerFailedError: another rank has failed, perhaps to allocate memory. No rank has taken anything.
+        """
+        if not self._kinds_away:
+            return
+        wanted = {"grads": grads, "optimizer": optimizer, "main_params": main_params, "params": params}
+        with self._moving_memory("onload()", wanted) as (call, moving, kinds):
+            moving.extend(memory for memory in self._away if memory.kind in kinds and memory.is_away)
+            for memory in moving:
+                memory.make_memory()
+            call.open()
+            for memory in moving:
+                memory.take_back()
+            self._away = [memory for memory in self._away if memory.kind not in kinds]
+            self._kinds_away -= kinds
+        if not self._kinds_away:
+            self.sync.restart()
+
+    def _memory(self) -> Iterator[Memory]:
+        """Yield what can be given back: the buffers first."""
+        for buffer in self.param_and_grad_buffers:
+            communicator, places = self.ranks.by_name[buffer.layout.key.group].communicator, buffer.layout.params
+            for kind, flat, fill in (("params", buffer.param_data, None), ("grads", buffer.grad_data, buffer.empty)):
+                make = functools.partial(allocated, communicator, len(flat), flat.dtype, flat.device)
+                yield Memory(kind, flat, places, make=make, fill=fill)
+            for slot in buffer.slots.values():
+                yield Memory("grads", slot.view, (slot.name,), fill=buffer.empty)  # of its own for float32 sums
+        for one in self._optimizers:
+            yield from (found for found in one.memory(settles=not self._kinds_away) if found.tensor.device == flat.device)
+
+    @contextmanager
+    def _moving_memory(self, label: str, wanted: Mapping[str, bool]) -> Iterator[tuple[CollectiveCall, list[Memory], set[str]]]:
+        """Make a call that moves memory, which the block adds to a list; allow nothing else as long as some is away."""
+        moving: list[Memory] = []
+        self.sync.resume()
+        try:
+            with self.sync.call(label) as call:
+                self.sync.check_between_steps(label)
+                call.entries = [(f"{kind}={is_wanted}",) for kind, is_wanted in wanted.items()]
+                yield call, moving, {kind for kind in wanted if wanted[kind]}
+                self.communicator.wait_for(self.param_and_grad_buffers[0].param_data.device, label=label)
+        finally:
+            for memory in moving:
+                memory.drop()
+            self._suspend()
+
+    @contextmanager
+    def reading_params(self) -> Iterator[None]:
+        """Allow calls that only read parameters while other memory is given back."""
+        if "params" not in self._kinds_away:
+            self.sync.resume()
+        try:
+            yield
+        finally:
+            self._suspend()
+
+    def _suspend(self) -> None:
+        if self._kinds_away:
+            self.sync.suspend(sorted(self._kinds_away))
 
     # Parameters #
 
@@ -663,6 +784,13 @@ class DistributedDataParallel(torch.nn.Module):
         Gradients are dropped, and optimizers over the buffers' shards no longer update the module. Every further use of the
         wrapper is an error. A second call does nothing.
         """
+        if self._kinds_away:
+            for memory in (memory for memory in self._away if memory.is_away):
+                memory.make_memory()
+                memory.take_back()
+                memory.drop()
+            self._kinds_away.clear()
+            self.sync.resume()
         wrapping, self._wrapping = self._wrapping, Detached()
         try:
             wrapping.undo()

@@ -48,12 +48,17 @@ class ModelWatch:
         self._slots = slots
         self._views = [slot.view for slot in slots]
         self._slot_params = [slot.param for slot in slots]
-        self._view_pointers = [view.data_ptr() for view in self._views]
+        self._view_pointers: list[int] = []
+        self.note_places()
         modules = list(module.modules())
         # The dicts in which torch looks names up. Their values are kept alive, so no object's identity is reused.
         self._children: list[Mapping[str, Any]] = [submodule._parameters for submodule in modules]
         self._children += [submodule._modules for submodule in modules]
         self._kept = [child for children in self._children for child in children.values()]
+
+    def note_places(self) -> None:
+        """Note where the gradients lie."""
+        self._view_pointers = [view.data_ptr() for view in self._views]
 
     def find_change(self) -> Problem | None:
         """Return the change of the module since it was wrapped, or ``None``.

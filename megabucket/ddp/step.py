@@ -29,6 +29,8 @@
                             sent on other ranks, calls only compare entries, or are refused on all ranks
     CALL -> IDLE, OPEN, LAUNCHING, PUBLISHED, COMMITTED
                             back to where it came from
+    IDLE      -> OFFLOADED  memory is given back on all ranks: everything is refused but to take it again
+    OFFLOADED -> IDLE       it is back, or the call that takes it begins
     any -> BROKEN           interrupted after the fence was sent, or in a call, or a peer was lost; only detach() is left
 
 Hooks never raise about the open step and never change the order of launches; they note problems. Whatever goes wrong, each rank
@@ -70,6 +72,7 @@ from megabucket.errors import (
     PhaseError,
     UnreducedGradientsError,
     WrapperBrokenError,
+    name_list,
 )
 from megabucket.trace.step_recorder import BETWEEN_STEPS, PAUSE
 
@@ -85,6 +88,7 @@ class StepState(enum.Enum):
     COMMITTED = "committed"  # gradients are reduced; all ranks update with collectives, or none does
     GIVING_UP = "giving up"  # this rank failed; the others learn it at their fence
     CALL = "in a call"  # all ranks are in the same collective call
+    OFFLOADED = "offloaded"  # all ranks have given back memory; no tensor in it may be touched
     BROKEN = "broken"  # nothing more can be sent
 
 
@@ -96,7 +100,7 @@ _ASIDE: Final = frozenset({StepState.GIVING_UP, StepState.CALL})
 
 _TRANSITIONS: Final[Mapping[StepState, frozenset[StepState]]] = MappingProxyType(
     {
-        StepState.IDLE: _ASIDE | {StepState.OPEN, StepState.LAUNCHING},
+        StepState.IDLE: _ASIDE | {StepState.OPEN, StepState.LAUNCHING, StepState.OFFLOADED},
         StepState.OPEN: _ASIDE | {StepState.LAUNCHING, StepState.IDLE},
         StepState.LAUNCHING: _ASIDE | {StepState.FENCED},
         StepState.FENCED: frozenset({StepState.PUBLISHED, StepState.COMMITTED, StepState.IDLE}),
@@ -104,6 +108,7 @@ _TRANSITIONS: Final[Mapping[StepState, frozenset[StepState]]] = MappingProxyType
         StepState.COMMITTED: _ASIDE | {StepState.IDLE, StepState.OPEN, StepState.FENCED},
         StepState.GIVING_UP: frozenset({StepState.IDLE}),
         StepState.CALL: _MAY_STEP_ASIDE,
+        StepState.OFFLOADED: frozenset({StepState.IDLE}),
         StepState.BROKEN: frozenset(),
     }
 )
@@ -170,7 +175,7 @@ class GradSync:
         has_grads = any(slot.has_grad for group in groups for slot in group.slots)  # from before wrapping
         self.state = StepState.OPEN if has_grads else StepState.IDLE
         self.broken: MegabucketError | None = None
-        """Why nothing more can be sent."""
+        """Why nothing more can be sent: the wrapper is broken, or offloaded."""
         self.dropped: MegabucketError | None = None
         """The error of a step whose gradients were not cleared since: no optimizer may step on them."""
         self.skip_reason = ""
@@ -1053,6 +1058,28 @@ class GradSync:
             self._break(self.broken or error)
         elif has_begun or self.state is StepState.CALL:
             self.break_off(label, describe(error))
+
+    # Memory that was given back #
+
+    def suspend(self, kinds: Sequence[str]) -> None:
+        """Refuse every step and call until ``resume``, because memory of these kinds was given back."""
+        if self.broken is None:
+            self.enter(StepState.OFFLOADED)
+            self.broken = PhaseError(
+                f"ddp.offload() has given back {name_list(kinds)}. Call ddp.onload() on every rank before the next step, and "
+                "before any other call on the wrapper or its optimizer."
+            )
+
+    def resume(self) -> None:
+        """Allow steps and calls again, if they were refused by ``suspend``."""
+        if self.state is StepState.OFFLOADED:
+            self.state, self.broken = StepState.IDLE, None
+
+    def restart(self) -> None:
+        """Begin a step in new memory. Drops the gradient of a backward that was refused meanwhile."""
+        if self._watch is not None:
+            self._watch.note_places()
+        self.reset()
 
     # Checks before an operation #
 

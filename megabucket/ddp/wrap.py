@@ -36,6 +36,7 @@ from megabucket.ddp.groups import (
 )
 from megabucket.ddp.hooks import ModuleHook, backward_hooks_of, register_hooks
 from megabucket.ddp.module_watch import ModelWatch, moved_params
+from megabucket.ddp.offload import Memory
 from megabucket.ddp.optimizer_guard import PlainOptimizerGuard
 from megabucket.ddp.owners import OwnerGuard, find_owner, is_in_fsdp
 from megabucket.ddp.param_gather import ParamGather
@@ -89,6 +90,9 @@ class FollowsRebuild(Protocol):
 
     def after_rebuild(self) -> None:
         """Put it into the new buffers."""
+
+    def memory(self, *, settles: bool) -> Iterator[Memory]:
+        """Return its memory that ``offload`` may give back."""
 
 
 # Supported parameters #

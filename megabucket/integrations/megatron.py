@@ -161,16 +161,13 @@ _REASONS: Final = {
 """Why fields are refused, by the beginnings of their names; the first that fits."""
 
 _CHECKPOINT: Final = "call megabucket.{}_checkpoint(path, ddp.wrapper, optimizer.optimizer), which also has the weights"
-_OFFLOADING: Final = "buffers and state stay on their device"
 _INSTEAD: Final = {
     "bucket_groups": "read ddp.wrapper.bucket_groups",
     "expert_parallel_bucket_groups": "read ddp.wrapper.bucket_groups, which has those of experts as well",
-    "free_overlap_buffers": _OFFLOADING,
+    "free_overlap_buffers": "drop it: there are none",
     "load_parameter_state": _CHECKPOINT.format("load"),
-    "offload_grad_buffers": _OFFLOADING,
     "param_to_bucket_group": "read ddp.wrapper.bucket_groups",
     "remove_forward_pre_hook_handles": "drop it: forward always waits for the parameter gather",
-    "restore_grad_buffers": _OFFLOADING,
     "save_parameter_state": _CHECKPOINT.format("save"),
     "save_state_dict_to_file": _CHECKPOINT.format("save"),
     "split_state_dict_if_needed": "drop it: state_dict() and load_state_dict() are about whole parameters",
@@ -323,6 +320,21 @@ class DistributedDataParallel(MegatronDDP):
         """Copy parameters from the first rank. A collective call."""
         self.wrapper.broadcast_params()
 
+    def offload_grad_buffers(self, synchronize: bool = True, empty_cache: bool = True) -> None:
+        """Free the gradient buffers, between two steps. A collective call, unlike Megatron's: see ``wrapper.offload``.
+
+        Args:
+            synchronize: has no effect; the call waits for what it copies.
+            empty_cache: give what torch's allocator keeps back to the device.
+        """
+        self.wrapper.offload(optimizer=False, main_params=False)
+        if empty_cache:
+            _empty_cache()
+
+    def restore_grad_buffers(self, synchronize: bool = True) -> None:
+        """Take gradient buffers again. A collective call. Steps are refused while other memory is given back."""
+        self.wrapper.onload(optimizer=False, main_params=False, params=False)
+
     def state_dict(self, prefix: str = "", keep_vars: bool = False, destination: Any = None) -> Any:
         """Return the module's ``state_dict``, complete on every rank."""
         return self.wrapper.state_dict(prefix=prefix, keep_vars=keep_vars, destination=destination)
@@ -439,6 +451,17 @@ class DistributedOptimizer(MegatronOptimizer):
         for part in self.parts:
             part.reload_main_params()
 
+    def offload_to_cpu(self) -> None:
+        """Move state and main parameters to the host, between two steps. A collective call: see ``ddp.wrapper.offload``."""
+        for part in self.parts:
+            part.ddp.offload(grads=False)
+        _empty_cache()
+
+    def restore_from_cpu(self) -> None:
+        """Take back what ``offload_to_cpu`` has moved. A collective call."""
+        for part in self.parts:
+            part.ddp.onload(grads=False, params=False)
+
     def prepare_model_params_for_param_sync(self) -> None:
         """Do nothing: updated values lie where the parameter gather takes them."""
 
@@ -496,7 +519,7 @@ class DistributedOptimizer(MegatronOptimizer):
         )
 
     count_zeros = get_grad_stats_parallel_group = get_main_grads_for_grad_norm = _refuse_call
-    offload_to_cpu = restore_from_cpu = prepare_grads = step_with_ready_grads = _refuse_call
+    prepare_grads = step_with_ready_grads = _refuse_call
 
 
 def get_megatron_optimizer(
@@ -536,6 +559,12 @@ def get_megatron_optimizer(
     made = DistributedOptimizer(optimizers, grouped, chunks)
     made.config = config
     return made
+
+
+def _empty_cache() -> None:
+    """Give free memory of torch's allocator back to the device."""
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
 
 
 def _as_chunks(given: DistributedDataParallel | Sequence[DistributedDataParallel]) -> list[DistributedDataParallel]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
@@ -17,6 +17,7 @@ import torch
 from megabucket.buffer import CHECK_AND_UNSCALE
 from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.backward import refuse_in_backward
+from megabucket.ddp.offload import Memory
 from megabucket.ddp.optimizer_guard import SteppingForWrapper, check_learning_rates, only_makes_state
 from megabucket.ddp.report import Hyperparameters, read_hyperparameters
 from megabucket.ddp.step import AGREED, REPORTED, UPDATING, StepState
@@ -208,6 +209,10 @@ class DistributedOptimizer(SteppingForWrapper):
         """
         self.sharding.shard({**self._settings, "clip_grad": self.clip_grad}, label="rebuild: optimizer")
         self._begin_on_shards()
+
+    def memory(self, *, settles: bool) -> Iterator[Memory]:
+        """Return the memory that ``ddp.offload`` may give back. Called by the wrapper."""
+        return self.sharding.memory(settles=settles)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters that are in no group yet, as the given optimizer does.

@@ -22,6 +22,7 @@ import torch
 from megabucket.buffer import GradPhase, ParamAndGradBuffer, Unscale, WithheldGrad, view_like
 from megabucket.ddp import DistributedDataParallel
 from megabucket.ddp.groups import copies_key
+from megabucket.ddp.offload import Memory, tensors_in
 from megabucket.ddp.replicas import checksum
 from megabucket.ddp.report import Entry, read_hyperparameters, texts_of
 from megabucket.errors import (
@@ -479,6 +480,25 @@ class Sharding:
         self.check_is_current()
         self._ddp.sync.check_between_steps(operation)
         self.refresh()
+
+    def memory(self, *, settles: bool) -> Iterator[Memory]:
+        """Yield the memory of this rank that grows with the model, for ``ddp.offload()``.
+
+        Args:
+            settles: bring all of it up to date first.
+        """
+        if settles:
+            self.settle("offload()")
+        names_of: dict[Any, Sequence[str]] = {shard.main: shard.segment.params for shard in self.shards}
+        for shard in self.shards:
+            yield Memory("grads", shard.grad, shard.segment.params, fill=0.0)
+            if shard.has_own_values:
+                yield Memory("main_params", shard.main, shard.segment.params)
+        states = [item for update in self.updates for of in (update.twin.state, update.given.state) for item in of.items()]
+        for key, state in [*states, *self._main_values.items()]:
+            for tensor in tensors_in([state]):
+                if tensor.dim():
+                    yield Memory("optimizer", tensor, names_of.get(key, ()))
 
     # State of whole parameters, to save and to load #
 

@@ -123,6 +123,95 @@ def rank_memory(  # noqa: PLR0913 - one argument per choice, most of them rarely
     return total
 
 
+@dataclass(frozen=True, slots=True)
+class OffloadBytes:
+    """Bytes of storages that ``ddp.offload()`` gives back on one rank, by argument."""
+
+    grads: int = 0
+    """Gradient buffers, float32 sums beside them, and float32 copies of 16-bit gradients."""
+    optimizer: int = 0
+    """Optimizer state of the elements this rank updates, without step counts."""
+    main_params: int = 0
+    """float32 copies of the 16-bit parameters this rank updates."""
+    params: int = 0
+    """Parameter buffers; given back with ``params=True`` only."""
+
+    def __add__(self, other: OffloadBytes) -> OffloadBytes:
+        """Add argument by argument."""
+        return OffloadBytes(**{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)})
+
+
+def offload_bytes(
+    layout: ModelLayout,
+    *,
+    rank: int,
+    is_sharded: bool,
+    moments_per_element: int = 2,
+    group_of: Mapping[str, int] | None = None,
+    fp32_local: Collection[str] = (),
+    skips_unused: bool = False,
+    owners: OwnerPlan | None = None,
+) -> OffloadBytes:
+    """Return what ``ddp.offload()`` gives back on one rank with a ``DistributedOptimizer``; arguments as for ``rank_memory``.
+
+    All of it is part of ``rank_memory``. What gloo receives gradients in (``exchange_bytes``) is freed with them, on top.
+
+    Raises:
+        LayoutError: a buffer's dtype is unknown, or ``rank`` is out of range.
+
+    >>> from megabucket.config import DistributedDataParallelConfig
+    >>> from megabucket.layout import ParamSpec, build_layout
+    >>> layout = build_layout([ParamSpec("head", (200,), "bfloat16")], DistributedDataParallelConfig(), dp_size=2)
+    >>> offload_bytes(layout, rank=1, is_sharded=True)  # 256 elements in each buffer; rank 1 owns 72
+    OffloadBytes(grads=1024, optimizer=576, main_params=288, params=512)
+    """
+    total = OffloadBytes()
+    for buffer in layout.buffers:
+        held = rank_memory(
+            ModelLayout((buffer,)),
+            rank=rank,
+            is_sharded=is_sharded,
+            moments_per_element=moments_per_element,
+            group_of=group_of,
+            fp32_local=fp32_local,
+            skips_unused=skips_unused,
+            owners=owners,
+        )
+        param_bytes, grad_bytes = dtype_bytes(buffer.key.param_dtype), dtype_bytes(buffer.key.grad_dtype)
+        main, main_grad, moments = _flat_bytes_per_element(buffer, moments_per_element)
+        gaps_numel = held.optimizer_padding_bytes // max(main + main_grad + moments, 1)
+        total += OffloadBytes(
+            grads=held.gradient_bytes
+            + held.main_gradient_bytes
+            + (buffer.numel - buffer.params_numel) * grad_bytes
+            + gaps_numel * main_grad,
+            optimizer=held.moment_bytes + gaps_numel * moments,
+            main_params=held.main_parameter_bytes + gaps_numel * main,
+            params=buffer.numel * param_bytes,
+        )
+    return total
+
+
+def offload_of_plan(
+    layout: ModelLayout,
+    config: DistributedDataParallelConfig,
+    *,
+    moments_per_element: int = 2,
+    whole_params: Collection[str] = (),
+) -> OffloadBytes:
+    """Return what ``ddp.offload()`` gives back on the rank of ``memory_by_mode``, in the mode of the config."""
+    owners = plan_owners(layout, whole_params) if whole_params else None
+    return offload_bytes(
+        layout,
+        rank=0 if owners is None else _busiest_rank(layout, owners),
+        owners=owners,
+        is_sharded=config.use_distributed_optimizer,
+        moments_per_element=moments_per_element,
+        fp32_local=fp32_local_params(config, [name for buffer in layout.buffers for name in buffer.params]),
+        skips_unused=config.unused_parameters == "skip",
+    )
+
+
 def exchange_bytes(layout: ModelLayout, *, reads_peers: bool = False, receives: bool = True) -> int:
     """Return the bytes that come on top of ``rank_memory`` over gloo.
 
@@ -202,11 +291,7 @@ def _buffers_memory(buffer: BufferLayout, fp32_local: Collection[str]) -> RankMe
 
 
 def _flat_optimizer_memory(buffer: BufferLayout, segments: Sequence[Segment], moments_per_element: int) -> RankMemory:
-    param_bytes, grad_bytes = dtype_bytes(buffer.key.param_dtype), dtype_bytes(buffer.key.grad_dtype)
-    is_narrow = param_bytes < _MAIN_BYTES
-    moment_bytes = moments_per_element * max(param_bytes, _MAIN_BYTES)
-    main_bytes = _MAIN_BYTES if is_narrow else 0
-    main_grad_bytes = _MAIN_BYTES if is_narrow and grad_bytes < _MAIN_BYTES else 0
+    main_bytes, main_grad_bytes, moment_bytes = _flat_bytes_per_element(buffer, moments_per_element)
     owned_numel = sum(
         min(buffer.params[name].stop, segment.span.stop) - max(buffer.params[name].start, segment.span.start)
         for segment in segments
@@ -220,6 +305,14 @@ def _flat_optimizer_memory(buffer: BufferLayout, segments: Sequence[Segment], mo
         moment_bytes=owned_numel * moment_bytes,
         scratch_bytes=len(segments) * _STEP_COUNT_BYTES * (moments_per_element >= 2),
     )
+
+
+def _flat_bytes_per_element(buffer: BufferLayout, moments_per_element: int) -> tuple[int, int, int]:
+    """Return the bytes of a main parameter, of its widened gradient, and of its moments."""
+    param_bytes, grad_bytes = dtype_bytes(buffer.key.param_dtype), dtype_bytes(buffer.key.grad_dtype)
+    is_narrow = param_bytes < _MAIN_BYTES
+    main_grad_bytes = _MAIN_BYTES if is_narrow and grad_bytes < _MAIN_BYTES else 0
+    return _MAIN_BYTES if is_narrow else 0, main_grad_bytes, moments_per_element * max(param_bytes, _MAIN_BYTES)
 
 
 def _groups_in_shards(group_of: Mapping[str, int], owners: OwnerPlan | None) -> Mapping[str, int]:

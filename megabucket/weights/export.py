@@ -13,6 +13,7 @@ import math
 import operator
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
@@ -63,6 +64,9 @@ class Exported(Protocol):
 
     def finish_param_sync(self) -> None:
         """Return when every parameter may be read."""
+
+    def reading_params(self) -> AbstractContextManager[None]:
+        """Allow calls that only read parameters while other memory is given back."""
 
     def note_written(self) -> None:
         """Note that values were written into the buffers."""
@@ -124,9 +128,10 @@ def export_weights(ddp: Exported, dtype: torch.dtype | None, *, max_bytes: int, 
     """Return the chunks. See ``DistributedDataParallel.export_weights``."""
     export = _Export(ddp, dtype, max_bytes)
     if not whole:
-        export.begin()
+        with ddp.reading_params():
+            export.begin()
         return export.local()
-    with ddp.sync.call(_CALL) as call:
+    with ddp.reading_params(), ddp.sync.call(_CALL) as call:
         export.begin()
         call.entries = [("dtype", str(dtype)), ("max_bytes", max_bytes)]
         call.open()
@@ -214,7 +219,7 @@ class _Export:
         """Yield the whole model in one order on all ranks: a collective call and a gather for each ``max_bytes``."""
         entries = sorted(((model.key_of[name], entry) for name, entry in model.entries.items()), key=operator.itemgetter(0))
         for number, ((over, dtype), pack) in enumerate(_packs(entries, self._max_bytes)):
-            with self._ddp.sync.call(f"{_CALL}: part") as call:
+            with self._ddp.reading_params(), self._ddp.sync.call(f"{_CALL}: part") as call:
                 self._check_version()
                 call.entries = [("part", number, dtype, self._max_bytes)]
                 call.open()

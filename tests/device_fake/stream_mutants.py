@@ -169,15 +169,15 @@ def finite_tests_are_not_followed(patch):
 
 
 def scaled_behind_the_launch(patch):
-    """What Megatron once did with replicas: 16-bit gradients are divided while the collective reads them (NVIDIA's 3670)."""
+    """What Megatron once did with replicas: gradients are scaled while the collective reads them (NVIDIA's 3670)."""
     original = _ParamAndGradBucketGroup.start_grad_sync
 
     def start(self):
-        divided, self._divided_before = self._divided_before, []
+        factors, self._scaled_before = self._scaled_before, []
         original(self)
-        self._divided_before = divided
-        for values, divisor in divided:
-            values.div_(divisor)
+        self._scaled_before = factors
+        for values, factor in factors:
+            values.mul_(factor)
 
     patch.setattr(_ParamAndGradBucketGroup, "start_grad_sync", start)
 

@@ -198,3 +198,30 @@ class TestGraphs:
             loss = ddp(inputs).sum()
             with pytest.raises(PhaseError, match="CUDA graph is being captured"):
                 loss.backward()
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["all-reduce", "reduce-scatter"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_phase_frees_what_it_says_and_changes_no_bit(sharded, dtype):
+    def weights(has_phases):
+        module = model(dtype=dtype)
+        ddp = mb.DistributedDataParallel(module, mb.DistributedDataParallelConfig(use_distributed_optimizer=sharded))
+        optimizer = mb.DistributedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=0.01, fused=True), ddp)
+        for _ in range(4):
+            ddp(batch(dtype)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if has_phases:
+                before = torch.cuda.memory_allocated()
+                given = ddp.offload(params=True)
+                inside = torch.cuda.memory_allocated()
+                assert given.held == []
+                rounding_bytes = 512 * 64  # a block of 512 bytes more or less for each tensor, and a NaN of each dtype
+                assert abs(sum(given.freed_bytes.values()) - (before - inside)) <= rounding_bytes
+                ddp.onload()
+                assert torch.cuda.memory_allocated() == before
+        found = [param.detach().clone() for param in module.parameters()]
+        ddp.detach()
+        return found
+
+    assert all(map(torch.equal, weights(True), weights(False)))

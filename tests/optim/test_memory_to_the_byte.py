@@ -5,6 +5,7 @@ The tensors are found by the garbage collector, so that one nobody thought of is
 
 import gc
 from contextlib import contextmanager
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from megabucket import DistributedDataParallel, DistributedDataParallelConfig, D
 from megabucket.buffer import WithheldGrad
 from megabucket.config.resolve import fp32_local_params
 from megabucket.layout.owners import plan_owners
-from megabucket.planning.memory import RankMemory, rank_memory
+from megabucket.planning.memory import RankMemory, offload_bytes, rank_memory
 from megabucket.testing import LoopbackWorld
 
 FP32_LOCAL = [(), ("all",), ("p0", "p[35]")]
@@ -130,6 +131,47 @@ def test_everything_that_lives_from_step_to_step_is_computed_to_the_byte(case):
     assert alive_bytes == sum(memory.total_bytes for memory in computed) + step_count_bytes * num_placeholders
     for memory, (ddp, optimizer) in zip(computed, ranks, strict=True):
         assert_categories(memory, ddp, optimizer)
+
+
+@settings(max_examples=10)
+@given(case=cases())
+def test_so_is_what_a_phase_gives_back(case):
+    numels, dtypes, config, size, moments, group_of = case
+    numbers = sorted(set(group_of.values()))
+    group_of = {name: numbers.index(group) for name, group in group_of.items()}
+    ranks, _ = wrap_and_step(lambda: Model(numels, dtypes), size, config, BUILD[moments], group_of=group_of)
+    world = ranks[0][0].communicator.world
+
+    given = world.run(lambda rank: ranks[rank][0].offload(params=True))
+
+    for rank, (ddp, _) in enumerate(ranks):
+        planned = offload_bytes(
+            ddp.layout,
+            rank=rank,
+            is_sharded=config.use_distributed_optimizer,
+            moments_per_element=moments,
+            group_of=group_of,
+            skips_unused=config.unused_parameters == "skip",
+            fp32_local=fp32_local_params(config, [f"p{i}" for i in range(len(numels))]),
+        )
+        assert {kind: num for kind, num in asdict(planned).items() if num} == {**given[rank].freed_bytes}
+        assert given[rank].held == []
+    world.run(lambda rank: ranks[rank][0].onload())
+    for ddp, optimizer in ranks:
+        assert_categories(
+            rank_memory(
+                ddp.layout,
+                rank=ddp.communicator.rank,
+                is_sharded=config.use_distributed_optimizer,
+                moments_per_element=moments,
+                has_fence=size > 1,
+                group_of=group_of,
+                skips_unused=config.unused_parameters == "skip",
+                fp32_local=fp32_local_params(config, [f"p{i}" for i in range(len(numels))]),
+            ),
+            ddp,
+            optimizer,
+        )
 
 
 def assert_categories(memory, ddp, optimizer):

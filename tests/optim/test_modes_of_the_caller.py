@@ -73,8 +73,8 @@ OTHERS = {
         "note_written",
     },
     "DistributedOptimizer": {
-        "after_rebuild", "before_rebuild", "clip_part", "load_grads", "norms_of", "prepare_step", "send_to_owners", "skip",
-        "state_dicts", "step_part", "update", "why_not", "zero_grad_of_part",
+        "after_rebuild", "before_rebuild", "clip_part", "load_grads", "memory", "norms_of", "prepare_step", "send_to_owners",
+        "skip", "state_dicts", "step_part", "update", "why_not", "zero_grad_of_part",
     },
     "ChainedOptimizer": {"add_param_group"},
     "ShardedEMA": set(),

@@ -22,7 +22,7 @@ from moe_ranks import NUM_EXPERTS, NUM_RANKS, Moe, groups_of, own_experts, token
 from pool import Rank, WorkerPool
 
 import megabucket as mb
-from megabucket.errors import ConfigError
+from megabucket.errors import ConfigError, PhaseError
 
 pytestmark = pytest.mark.dist
 
@@ -457,6 +457,50 @@ def test_a_step_after_loading_equals_the_one_after_saving_and_overflows_lower_th
     pool_of_two.run(resume_and_scale, ranks=2)
 
 
+def train_in_phases(_: Rank, has_phases: bool) -> dict[str, torch.Tensor]:
+    """Train with Megatron's calls; with phases as its loop for reinforcement learning makes them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core import parallel_state
+        from megatron.core.distributed import DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig
+
+        from megabucket.integrations.megatron import DistributedDataParallel, DistributedOptimizer
+
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+        transformer, _ = transformer_config({})
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(transformer, DistributedDataParallelConfig(**SHARDED), torch.nn.Linear(8, 8).bfloat16())
+        config = OptimizerConfig(bf16=True, clip_grad=1.0, **SHARDED)
+        optimizer = DistributedOptimizer(torch.optim.AdamW(ddp.parameters(), lr=LEARNING_RATE), config, ddp)
+    try:
+        for step in range(3):
+            ddp.zero_grad_buffer()
+            ddp(torch.full((2, 8), 0.5 + step).bfloat16()).float().square().mean().backward()
+            ddp.finish_grad_sync()
+            optimizer.step()
+            if has_phases:
+                ddp.offload_grad_buffers()
+                optimizer.offload_to_cpu()
+                assert ddp.wrapper._kinds_away == {"grads", "optimizer", "main_params"}
+                with pytest.raises(PhaseError, match="'grads', 'main_params', 'optimizer'"):
+                    ddp.zero_grad_buffer()
+                optimizer.restore_from_cpu()
+                with pytest.raises(PhaseError, match="given back 'grads'"):
+                    optimizer.step()
+                ddp.restore_grad_buffers(synchronize=False)
+        return weights_of(ddp.module)
+    finally:
+        ddp.wrapper.detach()
+        parallel_state.destroy_model_parallel()
+
+
+def test_megatrons_calls_give_memory_back_and_take_it(pool_of_one):
+    (found,), (expected,) = (pool_of_one.run(train_in_phases, flag, ranks=1) for flag in (True, False))
+
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
 REFUSED_DDP = """
     data_parallel_sharding_strategy disable_symmetric_registration fp8_param_gather fsdp_double_buffer
     fsdp_manual_registration gradient_reduce_div_fusion keep_fp8_transpose_cache nccl_ub outer_dp_sharding_strategy
@@ -469,12 +513,10 @@ REFUSED_OPTIMIZER = """
 REFUSED_TRANSFORMER = "cuda_graph_impl defer_embedding_wgrad_compute"
 MISSING = """
     bucket_groups bucket_size expert_parallel_bucket_groups grad_accs load_parameter_state
-    offload_grad_buffers param_to_bucket_group remove_forward_pre_hook_handles restore_grad_buffers save_parameter_state
-    split_state_dict_if_needed use_forward_hook
+    param_to_bucket_group remove_forward_pre_hook_handles save_parameter_state split_state_dict_if_needed use_forward_hook
 """
 REFUSED_CALLS = """
-    count_zeros get_grad_stats_parallel_group get_main_grads_for_grad_norm offload_to_cpu prepare_grads restore_from_cpu
-    step_with_ready_grads
+    count_zeros get_grad_stats_parallel_group get_main_grads_for_grad_norm prepare_grads step_with_ready_grads
 """
 
 
@@ -658,7 +700,6 @@ def as_megatron_sees_it(rank: Rank) -> None:
         assert made.prepare_model_params_for_param_sync() is None
         assert {group["wd_mult"] for group in made.param_groups} == {0.0, 1.0}  # Megatron's groups: biases do not decay
         for owner, name in (
-            (ddp, "offload_grad_buffers"),
             (ddp, "free_overlap_buffers"),
             (made, "save_state_dict_to_file"),
             (made, "load_parameter_state_from_dp_zero"),
