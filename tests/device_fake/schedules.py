@@ -312,8 +312,10 @@ class Program:
         if not schedule.is_plain:
             self.optimizer = mb.DistributedOptimizer(self.optimizer, self.ddp, clip_grad=schedule.clip_grad)
         self.average = mb.ShardedEMA(self.optimizer, decay=0.5) if schedule.averages else None
-        # Torch's scaler must meet a gradient. That of a delayed parameter is in no ``.grad`` before it is sent.
-        scales_loss = schedule.scales_loss and not all(layer.is_delayed for layer in schedule.layers)
+        # Torch's scaler must meet a gradient, and no reduced one in float16. Delayed ones are in no ``.grad`` before they are sent.
+        is_sharded = config.use_distributed_optimizer and not schedule.forces_all_reduce
+        is_taken = (is_sharded or schedule.half != "float16") and not all(layer.is_delayed for layer in schedule.layers)
+        scales_loss = schedule.scales_loss and is_taken
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0, enabled=scales_loss)
 
     def train(self):
