@@ -312,7 +312,7 @@ class Program:
         if not schedule.is_plain:
             self.optimizer = mb.DistributedOptimizer(self.optimizer, self.ddp, clip_grad=schedule.clip_grad)
         self.average = mb.ShardedEMA(self.optimizer, decay=0.5) if schedule.averages else None
-        # Torch's scaler must meet a gradient, and no reduced one in float16. Delayed ones are in no ``.grad`` before they are sent.
+        # Torch's scaler must meet a gradient, and none in float16. A delayed one is in no ``.grad`` before it is sent.
         is_sharded = config.use_distributed_optimizer and not schedule.forces_all_reduce
         is_taken = (is_sharded or schedule.half != "float16") and not all(layer.is_delayed for layer in schedule.layers)
         scales_loss = schedule.scales_loss and is_taken
