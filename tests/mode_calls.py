@@ -298,6 +298,10 @@ def give_back_and_take(run):
     run.ddp.onload()
 
 
+def export_and_import(run):
+    run.ddp.import_weights(list(run.ddp.export_weights(whole=True)))
+
+
 def poll(run):
     run.stop = mb.AgreedStop(run.ddp)
     run.stop.poll()
@@ -433,6 +437,7 @@ CALLS = {
     "broadcast_params()": (prepared, broadcast, nothing),
     "check_replicas()": (prepared, check, nothing),
     "offload(), onload()": (prepared, give_back_and_take, nothing),
+    "export_weights(), import_weights()": (prepared, export_and_import, nothing),
     "start_param_sync(), finish_param_sync()": (prepared, sync_params, nothing),
     "the first ShardedEMA.update()": (without_average, average, nothing),
     "param_norms()": (with_gradients, measure_norms, nothing),

@@ -106,7 +106,7 @@ def test_parts_of_all_ranks_are_added_up_in_float32_by_two_operations(device, si
     full = torch.ones(size * 4, dtype=torch.bfloat16)
     plan = Plan(rank=1, size=size, waits_like_gloo=False, is_kept=True)
 
-    plan.add_in_fp32([ReduceScatter(full[4:8], full, ReduceOp.SUM, in_fp32=True, divisor=2.0)])
+    plan.add_in_rank_order([ReduceScatter(full[4:8], full, ReduceOp.SUM, in_fp32=True, divisor=2.0)])
     target, source, *_ = plan.starts[0].arguments
     target.copy_(source)
     for operation in plan.after:

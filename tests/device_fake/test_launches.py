@@ -23,7 +23,7 @@ NO_LAUNCH = {"free", "is_set_to", "ones_like"}  # of the caching allocator, of m
 OF_THE_MODEL = Counter(mul=1)  # a parameter, in each backward
 
 COPIED, ADDED = Counter(_foreach_copy_=1), Counter(add_=1)
-FINITE_NORM, DIVISION, NORM = (Counter({name: 1}) for name in ("linalg_vector_norm", "div_", "linalg_vector_norm"))
+FINITE_NORM, SCALE, NORM = (Counter({name: 1}) for name in ("linalg_vector_norm", "mul_", "linalg_vector_norm"))
 ROUNDED = {torch.float32: Counter(), torch.bfloat16: Counter(_foreach_copy_=1)}  # the main parameters of all shards
 SUM, SCATTER, GATHER = (Counter({name: 1}) for name in ("all_reduce", "reduce_scatter", "all_gather"))
 COMPARISON = Counter(["stack", "le", "all", "logical_not_"])
@@ -173,7 +173,7 @@ class TestReduction:
     def test_of_an_all_reduce_and_a_plain_optimizer(self, device, shape, finish):
         counts = counts_of_ours(device, shape, is_plain=True, **finish)
 
-        a_bucket, a_step = FINITE_NORM + SUM + DIVISION, COMPARISON + IN_PINNED_MEMORY + FENCE + UPDATE
+        a_bucket, a_step = FINITE_NORM + SUM + SCALE, COMPARISON + IN_PINNED_MEMORY + FENCE + UPDATE
         assert self.rest(counts, shape) == times(shape[0], a_bucket) + a_step
         assert counts.waits["last microbatch"] + counts.waits["finish"] == 1
         assert counts.waits["update"] == 0
@@ -182,7 +182,7 @@ class TestReduction:
     def test_of_an_all_reduce_that_asks_nothing(self, device, shape, is_plain):
         counts = counts_of_ours(device, shape, is_plain=is_plain, **ASKS_NOTHING)
 
-        a_bucket, of_all = SUM + DIVISION, Counter()
+        a_bucket, of_all = SUM + SCALE, Counter()
         if not is_plain:
             a_bucket, of_all = a_bucket + NORM, NORM_OF_ALL + IN_PINNED_MEMORY
         assert self.rest(counts, shape) == times(shape[0], a_bucket) + of_all + UPDATE
@@ -199,7 +199,7 @@ class TestReduction:
     def test_of_an_all_reduce(self, device, shape, dtype, clip_grad, finish):
         counts = counts_of_ours(device, shape, dtype=dtype, clip_grad=clip_grad, **finish)
 
-        a_bucket = FINITE_NORM + SUM + DIVISION + NORM
+        a_bucket = FINITE_NORM + SUM + SCALE + NORM
         a_step = COMPARISON + FENCE + NORM_OF_ALL + times(2, IN_PINNED_MEMORY) + UPDATE + ROUNDED[dtype]
         a_step += CLIPPING if clip_grad else Counter()
         assert self.rest(counts, shape) == times(shape[0], a_bucket) + a_step
@@ -212,7 +212,7 @@ class TestReduction:
     def test_of_a_reduce_scatter(self, device, shape, dtype, clip_grad, finish):
         counts = counts_of_ours(device, shape, dtype=dtype, clip_grad=clip_grad, **SHARDED, **finish)
 
-        a_bucket = FINITE_NORM + SCATTER + DIVISION + NORM + GATHER
+        a_bucket = FINITE_NORM + SCATTER + SCALE + NORM + GATHER
         a_step = ROUNDED[dtype] + COMPARISON + IN_PINNED_MEMORY + FENCE + SUM + NORM_OF_ALL + IN_PINNED_MEMORY + UPDATE
         a_step += CLIPPING if clip_grad else Counter()
         if finish:  # the ranks agree once more before an update that others take part in
@@ -224,14 +224,14 @@ class TestReduction:
     def test_of_a_reduce_scatter_without_a_norm(self, device, shape):
         counts = counts_of_ours(device, shape, returns_grad_norm=False, **SHARDED)
 
-        a_bucket, a_step = FINITE_NORM + SCATTER + DIVISION + GATHER, COMPARISON + IN_PINNED_MEMORY + FENCE + UPDATE
+        a_bucket, a_step = FINITE_NORM + SCATTER + SCALE + GATHER, COMPARISON + IN_PINNED_MEMORY + FENCE + UPDATE
         assert self.rest(counts, shape) == times(shape[0], a_bucket) + a_step
         assert sum(counts.waits.values()) == 1
 
     def test_of_a_reduce_scatter_that_asks_nothing(self, device, shape):
         counts = counts_of_ours(device, shape, **SHARDED, **ASKS_NOTHING)
 
-        a_bucket, a_step = SCATTER + DIVISION + NORM + GATHER, SUM + NORM_OF_ALL + IN_PINNED_MEMORY + UPDATE
+        a_bucket, a_step = SCATTER + SCALE + NORM + GATHER, SUM + NORM_OF_ALL + IN_PINNED_MEMORY + UPDATE
         assert self.rest(counts, shape) == times(shape[0], a_bucket) + a_step
         assert sum(counts.waits.values()) == 1
 

@@ -70,7 +70,7 @@ def test_training_goes_on_as_if_the_call_had_been_made_in_no_mode(call, mode, ca
 OTHERS = {
     "DistributedDataParallel": {
         "abort_step", "follow_rebuilds", "forward", "grad_ready", "named_modules", "named_parameters", "no_sync",
-        "note_written",
+        "note_written", "reading_params",
     },
     "DistributedOptimizer": {
         "after_rebuild", "before_rebuild", "clip_part", "load_grads", "memory", "norms_of", "prepare_step", "send_to_owners",
