@@ -397,8 +397,9 @@ class DistributedDataParallel(torch.nn.Module):
         """Give memory back until ``onload``: for a phase in which something else needs it, such as generation of text.
 
         A collective call, between two steps. Gradients are cleared, as by ``zero_grad()``. Until ``onload`` every step, and
-        every other call on several ranks, is a ``PhaseError``; and so is every operation on a tensor whose memory is gone:
-        ``param.main_grad``, ``param.grad`` and, if they were given back, the parameters. What was given back before stays so.
+        every other call on several ranks but ``export_weights``, is a ``PhaseError``; and so is every operation on a tensor
+        whose memory is gone: ``param.main_grad``, ``param.grad`` and, if they were given back, the parameters. What was given
+        back before stays so.
 
         Args:
             grads: free gradient buffers, float32 sums beside them, and memory in which gradients are received.
