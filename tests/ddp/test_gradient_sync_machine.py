@@ -3,7 +3,8 @@
 The machine holds a model of each rank in plain integers (``sync_ranks.Expected``) and drives ``GradSync`` and its groups, with
 real backwards, over a loopback world whose collectives complete when hypothesis says so. One thread plays all ranks as long as
 nobody waits; where ranks wait for one another (fence, vote) each has a thread. All gradients are multiples of a pattern of
-small integers, chosen so that every sum and every mean is exact in the buffers; the model adds ``Fraction`` and rounds nothing.
+small integers, chosen so that every sum is exact in the buffers, and every mean a whole number; the model adds ``Fraction`` and
+rounds nothing. Three ranks multiply by a third before the sum, which rounds: whoever is wrong there is off by more than that.
 """
 
 import math
@@ -436,10 +437,14 @@ class GradientSyncMachine(RuleBasedStateMachine):
                         start, stop = slot.start - bucket.layout.start, slot.stop - bucket.layout.start
                         values[start:stop] = pattern(stop - start) * float(reduced[name])
                     if self.config.use_distributed_optimizer:
-                        assert torch.equal(bucket.shard(bucket.grad_data, at), bucket.shard(values, at))
+                        assert self.are_means(bucket.shard(bucket.grad_data, at), bucket.shard(values, at))
                     else:
-                        assert torch.equal(bucket.grad_data, values)
+                        assert self.are_means(bucket.grad_data, values)
         return reduced
+
+    def are_means(self, reduced, values):
+        is_rounded = self.averages and len(self.ranks) == 3
+        return torch.equal(reduced.round(decimals=3) if is_rounded else reduced, values)
 
     # What is true after every call #
 
