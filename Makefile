@@ -2,7 +2,7 @@
 #
 #   make check    lint, types, pure and loopback tests, 100 examples a property     3 to 4 minutes on 2 cores
 #   make test     the same and tests with gloo processes                            8 to 10 minutes on 2 cores
-#   make nightly  2,000 examples, faults, soak, mutants, the page in a browser, oldest and newest versions: before a release
+#   make nightly  2,000 examples, coverage, faults, soak, the page in a browser, oldest and newest versions: before a release
 #
 #   PYTHON    interpreter for the environment        (default python3, >= 3.10)
 #   VENV      where the environment lives            (default .venv)
@@ -40,7 +40,7 @@ export OMP_NUM_THREADS ?= 1
 # Otherwise each of the many processes that tests start would compile the package where the machine sets this variable.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo check test nightly lint types browser docs faults frameworks oldest newest bench bench-costs gpu mutation setup clean
+.PHONY: demo check test nightly coverage lint types browser docs faults frameworks oldest newest bench bench-costs gpu mutation setup clean
 
 setup: $(STAMP)
 
@@ -65,11 +65,17 @@ test: lint types
 nightly: JOBS := 3
 nightly: lint types browser docs
 	$(PYTEST) --hypothesis-profile nightly --timeout 1200 --durations=25
+	$(MAKE) coverage
 	PYTHONPATH=tests $(BIN)/python -m faults interrupts
 	PYTHONPATH=tests $(BIN)/python -m faults soak --steps 50000
 	$(MAKE) faults
 	$(MAKE) frameworks
 	$(MAKE) oldest newest
+
+# Which lines of the package no test by day runs, processes of tests included; as pages in build/coverage. Left out are tests that
+# set a trace function of their own.
+coverage: $(STAMP)
+	$(PYTEST) -m "not nightly" --cov --cov-report=term:skip-covered --cov-report=html:build/coverage --ignore tests/faults
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -3,7 +3,7 @@
 import megabucket
 
 project = "megabucket"
-copyright = "the megabucket authors"  # noqa: A001
+copyright = "megabucket contributors"  # noqa: A001
 release = version = megabucket.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]

@@ -7,6 +7,7 @@ torchrun --standalone --nproc-per-node 4 examples/context_parallel.py
 """
 
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -40,7 +41,7 @@ class GatherSequence(torch.autograd.Function):
 class Attention(torch.nn.Module):
     """Causal attention of this rank's tokens to those of all ranks of ``cp``."""
 
-    def __init__(self, cp: dist.ProcessGroup | None) -> None:
+    def __init__(self, cp: dist.ProcessGroup) -> None:
         super().__init__()
         self.query_key_value = torch.nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.cp = cp
@@ -66,7 +67,7 @@ class Model(torch.nn.Module):
         return self.head(self.norm(hidden + self.attention(hidden, positions)))
 
 
-def make_model(cp: dist.ProcessGroup | None, attention: type[Attention] = Attention) -> Model:
+def make_model(cp: Any, attention: Callable[[Any], torch.nn.Module] = Attention) -> Model:
     torch.manual_seed(0)
     return Model(attention(cp))
 
@@ -111,7 +112,7 @@ class Run:
 
 
 def main() -> None:
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("gloo", **alone)
     shape = (dist.get_world_size() // 2, 2) if dist.get_world_size() % 2 == 0 else (dist.get_world_size(), 1)
     run = Run(dist.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp")), use_distributed_optimizer=True)

@@ -18,7 +18,7 @@ def make_module() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
 
 
-def backward(model: torch.nn.Module, step: int, rank: int, size: int, microbatches: int) -> None:
+def backward(model: mb.DistributedDataParallel, step: int, rank: int, size: int, microbatches: int) -> None:
     """Run this rank's microbatches of one batch, which all ranks share."""
     batch = torch.randn(24, 32, generator=torch.Generator().manual_seed(step))
     for index, inputs in enumerate(batch.chunk(size)[rank].chunk(microbatches)):

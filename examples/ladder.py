@@ -68,7 +68,8 @@ class Simple:
     knows_last_backward = False
 
     def __init__(self, module: torch.nn.Module, group: dist.ProcessGroup, meter: Meter) -> None:
-        self.module, self.group, self.meter = module, group, meter
+        self.group, self.meter = group, meter
+        self.module: Any = module  # of a rung with its own calls, such as no_sync()
         # Not Adam, which makes steps of full length out of rounding errors where gradients are tiny: weights are compared.
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
 
@@ -224,14 +225,14 @@ class Ours(Simple):
 
 def our_configs(course: Course) -> list[mb.DistributedDataParallelConfig]:
     # Everything is sent, as on the other rungs: what ranks read of each other's memory goes through no group.
-    size = {"bucket_cap_mb": course.bucket_cap_bytes / MIB, "read_peer_memory": False}
-    sharded = {"use_distributed_optimizer": True, "overlap_param_gather": True}
+    size: dict[str, Any] = {"bucket_cap_mb": course.bucket_cap_bytes / MIB, "read_peer_memory": False}
+    sharded: dict[str, Any] = {"use_distributed_optimizer": True, "overlap_param_gather": True}
     return [mb.DistributedDataParallelConfig(**size), mb.DistributedDataParallelConfig(**size, **sharded)]
 
 
 def make_rungs(course: Course, group: dist.ProcessGroup, meter: Meter) -> dict[str, Simple]:
     def torch_ddp() -> torch.nn.Module:
-        settings = {"bucket_cap_mb": course.bucket_cap_bytes / MIB, "gradient_as_bucket_view": True}
+        settings: dict[str, Any] = {"bucket_cap_mb": course.bucket_cap_bytes / MIB, "gradient_as_bucket_view": True}
         return TorchDDP(course.make_module(), process_group=group, **settings)
 
     shared = (group, meter)
@@ -265,6 +266,7 @@ def planned_collectives(course: Course, below: dist.ProcessGroup) -> list[int]:
     ours = [Setting(workload, free, config, num_ranks, specs) for config in our_configs(course)]
     simulated = []
     for setting in ours:
+        assert setting.configured_plan is not None  # our_configs() says a bucket size
         trace = setting.traces(setting.configured_plan)[-1]
         num_gathers = sum(record.kind is CollectiveKind.ALL_GATHER for record in trace.collectives)
         simulated.append(trace.num_collectives + (num_ranks - 1) * num_gathers * has_parts)
@@ -378,6 +380,7 @@ def main() -> None:
         EmulatedFabric(latency_s, bytes_per_s).init_process_group()
     else:
         dist.init_process_group("gloo")
+    assert dist.group.WORLD is not None
     rows, moved = climb(dist.group.WORLD, Course(num_rounds=options.rounds, batch=options.batch))
     if dist.get_rank() == 0:
         show(rows)

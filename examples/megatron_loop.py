@@ -5,7 +5,8 @@ torchrun --standalone --nproc-per-node 2 examples/megatron_loop.py FOLDER
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,14 +24,14 @@ SHARDED = {"use_distributed_optimizer": True, "overlap_param_gather": True}
 SHAPE = {"num_microbatches": 2, "seq_length": 1, "micro_batch_size": 8}
 
 
-def forward_step(batches: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple:
+def forward_step(batches: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
     inputs = next(batches)
     return model(inputs), lambda output: ((output - inputs.sum(1, keepdim=True)).square().mean(), {})
 
 
 def train(first: int, last: int, root: str) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    module = torch.nn.Linear(16, 1)
+    module: Any = torch.nn.Linear(16, 1)
     module.model_type, module.set_input_tensor = ModelType.encoder_or_decoder, lambda _: None  # the schedule asks for both
     config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=1)
     model = DistributedDataParallel(config, DistributedDataParallelConfig(overlap_grad_reduce=True, **SHARDED), module)

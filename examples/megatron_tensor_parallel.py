@@ -5,7 +5,8 @@ torchrun --standalone --nproc-per-node 4 examples/megatron_tensor_parallel.py FO
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ RATES = {"init_lr": 0.0, "max_lr": 1e-2, "min_lr": 1e-3, "lr_warmup_steps": 2, "
 DECAY = {"start_wd": 0.1, "end_wd": 0.1, "wd_incr_steps": 6, "wd_incr_style": "constant"}
 
 
-def forward_step(batches: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple:
+def forward_step(batches: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
     tokens, mask = next(batches), torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool()
     losses = model(tokens[:, :-1], torch.arange(LENGTH).expand(4, LENGTH), mask, labels=tokens[:, 1:])
     return losses, lambda losses: (losses.mean(), {})

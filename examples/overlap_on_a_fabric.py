@@ -10,6 +10,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ def make_module() -> torch.nn.Module:
     return torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU()) for _ in range(LAYERS)))
 
 
-def ours(**config: object) -> torch.nn.Module:
+def ours(**config: Any) -> torch.nn.Module:
     return mb.DistributedDataParallel(make_module(), mb.DistributedDataParallelConfig(bucket_cap_mb=1, **config))
 
 

@@ -53,6 +53,7 @@ class Mlp(torch.nn.Module):
         self.embedding = torch.nn.Embedding(VOCABULARY, WIDTH)
         self.norm = torch.nn.LayerNorm(WIDTH)
         self.head = torch.nn.Linear(WIDTH, VOCABULARY)
+        param: Any  # with attributes
         for param in self.parameters():  # Megatron's names, as in its layers
             param.sequence_parallel = True  # on each rank the gradient is of its own tokens only
         column, row = torch.randn(4 * WIDTH, WIDTH) / 6, torch.randn(WIDTH, 4 * WIDTH) / 12
@@ -69,7 +70,7 @@ class Mlp(torch.nn.Module):
 
 
 def main() -> None:
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("gloo", **alone)
     shape = (dist.get_world_size() // 2, 2) if dist.get_world_size() % 2 == 0 else (dist.get_world_size(), 1)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))

@@ -4,6 +4,7 @@ torchrun --standalone --nproc-per-node 4 examples/two_dimensions.py
 """
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,8 +33,10 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # The number of heads is left open: with tensor parallelism a rank has some of them.
-        heads = [cut(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for cut in (self.query, self.key, self.value)]
-        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        query, key, value = (
+            layer(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
@@ -90,11 +93,12 @@ def cut(module: Transformer, tp: dist.DeviceMesh) -> Transformer:
     }
     for block in module.blocks:
         parallelize_module(block, tp, of_block)
-    return parallelize_module(module, tp, whole)
+    parallelize_module(module, tp, whole)
+    return module
 
 
-def backward(model: nn.Module, step: int, rank: int, size: int, microbatches: int) -> None:
-    """Run this rank's microbatches of one batch, which all ranks share."""
+def backward(model: Any, step: int, rank: int, size: int, microbatches: int) -> None:
+    """Run this rank's microbatches of one batch, which all ranks share. A single rank may have a module without a wrapper."""
     text = torch.randint(VOCABULARY, (12, TOKENS + 1), generator=torch.Generator().manual_seed(step))
     for index, tokens in enumerate(text.chunk(size)[rank].chunk(microbatches)):
         is_last = index == microbatches - 1
@@ -129,7 +133,7 @@ class Run:
     def load(self, folder: str) -> int:
         """Load a checkpoint, of any mesh; return how many steps it has done."""
         weights, state = get_state_dict(self.model, self.optimizer)
-        found = {"model": weights, "optimizer": state, "schedule": self.schedule.state_dict()}
+        found: dict[str, Any] = {"model": weights, "optimizer": state, "schedule": self.schedule.state_dict()}
         dcp.load(found, checkpoint_id=folder)
         set_state_dict(self.model, self.optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
         self.schedule.load_state_dict(found["schedule"])

@@ -5,6 +5,7 @@ torchrun --standalone --nproc-per-node 3 examples/weights_to_generator.py
 The last rank generates. It has a plain module and no wrapper.
 """
 
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -59,11 +60,11 @@ def send(model: mb.DistributedDataParallel, rank: int, num_trainers: int) -> Non
 
 def receive(num_trainers: int) -> dict[str, torch.Tensor]:
     """Return all weights by name."""
-    headers = [[]]
+    headers: list[list[dict[str, Any]]] = [[]]
     dist.recv_object_list(headers, src=0)
     chunks = [mb.WeightChunk.from_header(header) for header in headers[0]]
     works = [dist.irecv(chunk.tensor, src=index % num_trainers, tag=index) for index, chunk in enumerate(chunks)]
-    for work in works:
+    for work in filter(None, works):
         work.wait()
     return mb.named_weights(chunks)
 

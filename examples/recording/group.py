@@ -93,14 +93,14 @@ class RecordedGroup(dist.ProcessGroup):
     """Made by ``record``."""
 
     def __init__(self, below: dist.ProcessGroup, meter: Meter, name: str) -> None:
-        super().__init__(below.rank(), below.size())
+        super().__init__(below.rank(), below.size())  # type: ignore[call-arg]  # torch's stub knows only the other constructor
         self.below, self.meter, self.own_name = below, meter, name
 
     def allgather(self, *args: Any) -> dist.Work:
         return self.below.allgather(*args)  # used only while models are wrapped
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # type: ignore[override]  # a property in torch as well
         return self.own_name
 
     @property
