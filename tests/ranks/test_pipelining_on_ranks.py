@@ -165,8 +165,6 @@ class Pipeline:
     def close(self) -> None:
         for ddp in self.ddps:
             ddp.detach()
-        for group in (self.pp, self.dp):
-            dist.destroy_process_group(group)
 
 
 def config_of(cell: Cell) -> mb.DistributedDataParallelConfig:
