@@ -317,7 +317,11 @@ DELAYED = {"delay_wgrad_compute": True}
 
 @pytest.mark.parametrize(
     "case",
-    [Case(0, torch.float32, 3, GATHERING), Case(1, torch.bfloat16, 2, SHARDED), Case(1, torch.float32, 2, DELAYED)],
+    [
+        Case(0, torch.float32, 3, GATHERING),
+        pytest.param(Case(1, torch.bfloat16, 2, SHARDED), marks=pytest.mark.nightly),
+        pytest.param(Case(1, torch.float32, 2, DELAYED), marks=pytest.mark.nightly),
+    ],
     ids=str,
 )
 def test_one_rank_in_megatrons_schedule_ends_with_megatrons_bits(pool_of_one, case):

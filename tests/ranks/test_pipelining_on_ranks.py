@@ -278,9 +278,7 @@ def assert_as_expected(results: list[Weights], expected: Expected) -> None:
 CELLS = [
     Cell("GPipe", plain=True, wide=False),
     Cell("1F1B", sharded=True),
-    Cell("interleaved", plain=True, wide=False, scales=False),
     Cell("interleaved-zero-bubble", sharded=True),
-    Cell("zero-bubble-V", plain=True, calls=3, infers=False),
 ]
 
 
