@@ -2,14 +2,19 @@
 
 ``--hypothesis-profile`` chooses. ``dev`` looks for new examples at each run; the others try the same ones every time.
 ``mutation`` is for ``make mutation``, which runs the tests once per mutant: few examples, and the same ones every time.
+
+A test with several parameters has as many cells as their product. By day it is tried in cells that together have each value of
+each parameter, or each pair of values where it is marked ``pairs``; all other cells are ``nightly``, as if they were marked so.
 """
 
 import gc
+import itertools
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Generator
+from collections import Counter, defaultdict
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -54,13 +59,36 @@ def _notices_are_said_again() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files that take long first, and leave the order inside of files as it is.
+    """Leave cells to the night, and put files that take long first. The order inside of files stays as it is.
 
     ``make test`` gives whole files to its workers in this order. Short files at the end leave no worker without work.
     """
+    _leave_cells_to_the_night(items)
     marked = ("dist", "slow", "long_file")
     long_files = {item.path for item in items if any(item.get_closest_marker(name) for name in marked)}
     items.sort(key=lambda item: item.path not in long_files)
+
+
+def _leave_cells_to_the_night(items: list[pytest.Item]) -> None:
+    cells_of = defaultdict(dict)
+    for item in items:
+        if hasattr(item, "callspec") and not item.get_closest_marker("nightly"):
+            together = 2 if item.get_closest_marker("pairs") else 1
+            values = [*enumerate(item.callspec._idlist)]  # one of each ``parametrize``
+            cells_of[item.parent, item.originalname][item] = {*itertools.combinations(values, min(together, len(values)))}
+    for cells in cells_of.values():
+        for item in set(cells) - set(_covering(cells)):
+            item.add_marker("nightly")
+
+
+def _covering(cells: dict[pytest.Item, set[tuple]]) -> Iterator[pytest.Item]:
+    """Yield few cells that have all the values (or pairs of values) of all cells, each of them about equally often."""
+    missing, times = set().union(*cells.values()), Counter()
+    while missing:
+        cell = max(cells, key=lambda cell: (len(cells[cell] & missing), -sum(times[value] for value in cells[cell])))
+        missing -= cells[cell]
+        times.update(cells[cell])
+        yield cell
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

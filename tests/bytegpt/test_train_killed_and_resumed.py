@@ -158,7 +158,7 @@ def wait_for_step(path, step):
     pytest.fail(f"step {step} was not made")
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.nightly)])
 def test_a_signal_from_outside_to_every_rank_ends_all_with_its_code(start, tmp_path, name):
     """As a service manager sends it: twice, because a launcher passes on what it gets, too."""
     with start("run", "train.steps=1000000", "optimizer.final_lr_fraction=1") as job:

@@ -122,7 +122,7 @@ def test_the_difference_to_torch_ddp_is_printed_under_the_tables(config_path, tm
     assert "largest weight difference: 0: all weights are equal" in result.stdout
 
 
-@pytest.mark.parametrize("mode", ["reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize("mode", ["reduce_scatter", pytest.param("all_reduce", marks=pytest.mark.nightly)])
 def test_muon_beside_adamw_ends_where_it_ends_under_torch_ddp(config_path, tmp_path, mode):
     result = forked(tmp_path, "-c", str(config_path), f"mode={mode}", "--optimizer", "muon", "--compare", "torch-ddp")
 

@@ -20,7 +20,7 @@ SHARDED = {"use_distributed_optimizer": True}
 
 
 @pytest.mark.timeout(3_600)
-@settings(max_examples=settings.default.max_examples if IS_NIGHTLY else 60)
+@settings(max_examples=settings.default.max_examples if IS_NIGHTLY else 20)
 @given(drawn=cases_and_plans())
 def test_any_two_plans_train_alike_to_the_bit_and_as_sums_in_rank_order_in_one_process(drawn):
     case, plans = drawn

@@ -25,11 +25,15 @@ from megabucket.weights.export import _Export
 from megabucket.weights.load import import_weights
 
 EVERY, EVERY_OF_CALL, EVERY_OF_FORM = 101, 503, 401  # lines
-AT_NIGHT = (" of owners", "import_weights")
+
+
+def some_by_day(choices, by_day):
+    """Give a test each of the choices, by day some of them: each takes seconds."""
+    return [pytest.param(choice, marks=[] if choice in by_day else pytest.mark.nightly) for choice in choices]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("combo", COMBOS, ids=str)
+@pytest.mark.parametrize("combo", some_by_day(COMBOS, COMBOS[:2]), ids=str)
 def test_an_interrupt_at_any_line_of_a_step_is_right_or_named_or_breaks_all_ranks(combo):
     result = interrupt_at_lines(combo, every=EVERY, first=1)
 
@@ -38,7 +42,7 @@ def test_an_interrupt_at_any_line_of_a_step_is_right_or_named_or_breaks_all_rank
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("combo", FORM_COMBOS, ids=str)
+@pytest.mark.parametrize("combo", some_by_day(FORM_COMBOS, (FORM_COMBOS[0], FORM_COMBOS[-1])), ids=str)
 def test_an_interrupt_at_any_line_of_a_step_of_another_form_is_right_or_named_or_breaks_all_ranks(combo):
     result = interrupt_at_lines(combo, every=EVERY_OF_FORM, first=7)
 
@@ -46,8 +50,14 @@ def test_an_interrupt_at_any_line_of_a_step_of_another_form_is_right_or_named_or
     assert result.counts.total() >= 5
 
 
+CALLS_BY_DAY = (
+    *("detach", "DistributedOptimizer()", "ChainedOptimizer()", "rebuild", "state_dict", "save_checkpoint, load_checkpoint"),
+    "finalize_grads",
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("call", [pytest.param(call, marks=[pytest.mark.nightly] * call.endswith(AT_NIGHT)) for call in CALLS])
+@pytest.mark.parametrize("call", some_by_day(CALLS, CALLS_BY_DAY))
 def test_an_interrupt_at_any_line_of_a_call_is_right_or_named_or_breaks_all_ranks(call):
     result = interrupt_at_lines(CALLS[call].combo, every=EVERY_OF_CALL, first=2, call=CALLS[call])
 
@@ -65,7 +75,7 @@ AROUND_OWNERS = [
 @pytest.mark.parametrize(
     ("combo", "every"),
     [
-        *((combo, 11) for combo in OWNER_COMBOS),
+        (OWNER_COMBOS[0], 11),
         *(pytest.param(combo, 1, marks=pytest.mark.nightly) for combo in OWNER_COMBOS),
     ],
     ids=str,
@@ -101,14 +111,7 @@ BETWEEN_EXCHANGES = {
 """The functions that make several exchanges in one call."""
 
 
-_MARKS = {
-    "save_checkpoint, load_checkpoint": (pytest.mark.nightly,),
-    "export_weights, import_weights": (pytest.mark.nightly,),
-    "rebuild": (pytest.mark.slow,),
-}
-
-
-@pytest.mark.parametrize("call", [pytest.param(call, marks=_MARKS.get(call, ())) for call in BETWEEN_EXCHANGES])
+@pytest.mark.parametrize("call", some_by_day(BETWEEN_EXCHANGES, ("wrap", "clip_grad_norm_")))
 def test_an_interrupt_between_two_exchanges_of_a_call_is_right_or_named_or_breaks_all_ranks(call):
     result = interrupt_at_lines(CALLS[call].combo, call=CALLS[call], inside=BETWEEN_EXCHANGES[call])
 
@@ -135,10 +138,11 @@ def test_ranks_of_which_only_some_are_broken_are_wrong():
     assert verdict_of(ranks) == (Name.BROKEN, "")
 
 
+ALARMS = ("interrupts/alarms/all-reduce/overlap/2", "interrupts/alarms-repeated/reduce-scatter/overlap/2")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["interrupts/alarms/all-reduce/overlap/2", "interrupts/alarms-repeated/reduce-scatter/overlap/2"]
-)
+@pytest.mark.parametrize("name", some_by_day(ALARMS, ALARMS[1:]))
 def test_alarms_at_random_times_are_right_or_named_or_break_all_ranks(name):
     (run,) = run_many([Play(select(name))], time_limit_s=120.0)
 

@@ -430,7 +430,7 @@ class Pool(ForwardingCommunicator):
         return memory[start : start + nbytes].view(dtype)
 
 
-@pytest.mark.parametrize("keeps_slab", [False, True])
+@pytest.mark.parametrize("keeps_slab", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_memory_of_a_pool_comes_from_the_pool_again_at_whatever_place(keeps_slab):
     def run(communicator, between):
         ddp = DistributedDataParallel(

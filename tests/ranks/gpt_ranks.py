@@ -7,7 +7,6 @@ the sequence is cut.
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +15,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from pool import Rank
 
 VOCABULARY, SEQUENCE, BATCH = 32, 8, 2
@@ -64,12 +62,9 @@ class Outcome:
 
 def train(rank: Rank, side: str, cell: Cell) -> Outcome:
     """Train on ``"our"`` side or on ``"their"`` side."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Megatron's own
-            return _train(rank, side == "our", cell)
-    finally:
-        gc.collect()  # the groups, each with threads, are in cycles
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron's own
+        return _train(rank, side == "our", cell)
 
 
 def _train(rank: Rank, is_ours: bool, cell: Cell) -> Outcome:
@@ -79,13 +74,7 @@ def _train(rank: Rank, is_ours: bool, cell: Cell) -> Outcome:
     import megabucket as mb
     from megabucket.errors import ConfigError
 
-    groups: list[Any] = []
-
-    def create_group(*args: Any, make: Any = parallel_state.create_group, **kwargs: Any) -> Any:
-        groups.append(make(*args, **kwargs))
-        return groups[-1]
-
-    with mock.patch.multiple(parallel_state, HAVE_EINOPS=True, einops=Einops, create_group=create_group, create=True):
+    with mock.patch.multiple(parallel_state, HAVE_EINOPS=True, einops=Einops, create=True):
         parallel_state.initialize_model_parallel(**cell.sizes, create_gloo_process_groups=False)
     moe_utils.te_general_gemm = None  # undefined in the wheel without Transformer Engine
     token_dispatcher.maybe_move_tensor_to_cpu = to_numpy
@@ -119,9 +108,6 @@ def _train(rank: Rank, is_ours: bool, cell: Cell) -> Outcome:
         for chunk in chunks if is_ours else ():
             chunk.wrapper.detach()
         parallel_state.destroy_model_parallel()
-        for group in groups:  # which Megatron forgets; each has threads
-            if isinstance(group, dist.ProcessGroup):
-                dist.destroy_process_group(group)
 
 
 def built(is_ours: bool, cell: Cell) -> tuple[Any, list[Any], Any]:

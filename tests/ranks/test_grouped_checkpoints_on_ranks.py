@@ -39,8 +39,6 @@ def train(rank: Rank, root: str, expert_parallel: int, sharded: bool, first: int
     ddp.check_replicas()
     weights = {name: param.detach().clone() for name, param in model.named_parameters()}
     ddp.detach()
-    for group in (exchanging, same):
-        torch.distributed.destroy_process_group(group)
     return weights
 
 

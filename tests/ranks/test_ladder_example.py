@@ -10,7 +10,7 @@ from pool import Rank
 
 from megabucket.units import MIB
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.nightly]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RANKS = 4

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import gc
 import multiprocessing.dummy
 import re
 import warnings
@@ -19,7 +18,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from moe_ranks import NUM_EXPERTS, NUM_RANKS, NUM_TOKENS, VOCABULARY, Moe, groups_of, loss_of, own_experts, tokens_of
 from pool import Rank, WorkerPool
 from torch.optim.adamw import adamw
@@ -91,7 +89,6 @@ class Side:
         from megatron.core.transformer import TransformerConfig
 
         self.rank, self.case = rank, case
-        self._groups_before = set(dist.distributed_c10d._world.pg_map)
         parallel_state.initialize_model_parallel(
             expert_model_parallel_size=max(case.expert_parallel, 1), create_gloo_process_groups=False
         )
@@ -140,14 +137,6 @@ class Side:
     def weights(self) -> Weights:
         return {name: param.detach().clone() for name, param in self.module.named_parameters()}
 
-    def close(self) -> None:
-        """Destroy the groups made here, and the threads of each: ``destroy_model_parallel`` of Megatron only forgets them."""
-        made = [group for group in dist.distributed_c10d._world.pg_map if group not in self._groups_before]
-        vars(self).clear()  # layers and wrappers hold groups as well
-        while made:
-            dist.destroy_process_group(made.pop(0))
-        gc.collect()
-
 
 class Ours(Side):
     """The adapter."""
@@ -180,7 +169,6 @@ class Ours(Side):
 
         self.ddp.wrapper.detach()
         parallel_state.destroy_model_parallel()
-        super().close()
 
 
 class Theirs(Side):
@@ -210,7 +198,6 @@ class Theirs(Side):
 
     def close(self) -> None:
         self._side.close()
-        super().close()
 
 
 class CountingAdamW(torch.optim.Optimizer):

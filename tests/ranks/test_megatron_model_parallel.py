@@ -13,7 +13,7 @@ import torch
 from gpt_ranks import CLIP, Cell, Outcome, train
 from pool import WorkerPool
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.nightly]  # Megatron takes its time to import, on each rank
 
 SHARDED = {"use_distributed_optimizer": True}
 GATHERING = SHARDED | {"overlap_param_gather": True}
@@ -63,7 +63,6 @@ def test_four_ranks_end_with_megatrons_bits(pool, cell):
     assert_same_bits(pool, cell, ranks=4)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     "cell",
     [
@@ -100,7 +99,6 @@ def test_four_ranks_end_with_megatrons_bits_at_night(own_pool, cell):
     assert_same_bits(own_pool, cell, ranks=4)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("own_pool", [2], indirect=True)
 @pytest.mark.parametrize(
     "cell",
@@ -119,7 +117,6 @@ def test_two_ranks_end_with_megatrons_bits(own_pool, cell):
 UNBIASED = {"add_bias_linear": False}  # the gradient of the bias of keys is rounding alone
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -160,7 +157,6 @@ def joined(ranks: list[Outcome], weights: list[dict[str, torch.Tensor]]) -> dict
     return found
 
 
-@pytest.mark.nightly
 def test_parts_of_the_model_have_names_of_the_whole_one(own_pool):
     transformer = GATHERED | {"gated_linear_unit": True}
     outcomes = own_pool.run(train, "our", Cell(TP | EP, transformer, SHARDED, steps=1), ranks=4, timeout_s=100)

@@ -57,8 +57,6 @@ def train_ours(rank: Rank, expert_parallel: int, dtype: torch.dtype, num_microba
         optimizer.zero_grad()
     layout = ddp.layout
     ddp.detach()
-    for group in groups:
-        dist.destroy_process_group(group)
     return norms, {name: param.detach().clone() for name, param in model.named_parameters()}, places_in(layout)
 
 
@@ -83,7 +81,7 @@ def train_with_megatron(
 ) -> Outcome:
     from megatron_side import MegatronSide  # takes seconds
 
-    model, groups = model_of(rank, expert_parallel, dtype)
+    model, _ = model_of(rank, expert_parallel, dtype)
     names = {"grad_reduce_in_fp32": True, "overlap_grad_reduce": True, **fields}
     side = MegatronSide(
         model,
@@ -103,8 +101,6 @@ def train_with_megatron(
     assert_sound(layout)
     places = places_in(layout)
     side.close()
-    for group in groups:
-        dist.destroy_process_group(group)
     return norms, {name: param.detach().clone() for name, param in model.named_parameters()}, places
 
 

@@ -118,10 +118,7 @@ def train_tensor_parallel(rank: Rank, fields: dict[str, Any], thresholds: list[f
         loss_of(ddp(tokens), tokens).backward()
         return TOKENS  # of both ranks together: they share one sequence
 
-    result = train(ddp, thresholds, backward)
-    for group in (tp, dp):
-        dist.destroy_process_group(group)
-    return result
+    return train(ddp, thresholds, backward)
 
 
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["all-reduce", "reduce-scatter"])
@@ -200,8 +197,6 @@ def train_pipeline(rank: Rank, fields: dict[str, Any], thresholds: list[float]) 
         return 2 * TOKENS if stage == 1 else 0  # those of the last stage count
 
     norms, weights = train(ddp, thresholds, backward)
-    for group in (pp, dp):
-        dist.destroy_process_group(group)
     return norms, {global_name(stage, name): value for name, value in weights.items()}
 
 

@@ -87,22 +87,17 @@ def test_calls_in_rank_order_add_in_rank_order_to_the_bit_on_every_way(pool, ran
 def train_in_ways(rank: Rank, case: Case, plans: list[dict[str, Any]], ways: list[str]) -> list[Trained]:
     """Train by each plan, in a way of its own."""
     mine: dict[str, Any] = {"all": rank.group}
-    made = []
     for name, lists in members_of(case).items():
         for ranks in lists if name != "all" else ():
             group = dist.new_group(ranks)
             if rank.index in ranks:
                 mine[name] = group
-                made.append(group)
     found = []
     for plan, way in zip(plans, ways, strict=True):
         with exchanging(way):
             groups = groups_of(case, mine)
             ranks_of_plan = {"process_group": rank.group} if groups is None else {"groups": groups}
             found.append(train(case, rank.index, {"read_peer_memory": way == "copies", **plan}, ranks_of_plan))
-    dist.barrier(group=rank.group)
-    for group in made:
-        dist.destroy_process_group(group)
     return found
 
 

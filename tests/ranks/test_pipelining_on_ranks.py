@@ -165,8 +165,6 @@ class Pipeline:
     def close(self) -> None:
         for ddp in self.ddps:
             ddp.detach()
-        for group in (self.pp, self.dp):
-            dist.destroy_process_group(group)
 
 
 def config_of(cell: Cell) -> mb.DistributedDataParallelConfig:
@@ -280,9 +278,7 @@ def assert_as_expected(results: list[Weights], expected: Expected) -> None:
 CELLS = [
     Cell("GPipe", plain=True, wide=False),
     Cell("1F1B", sharded=True),
-    Cell("interleaved", plain=True, wide=False, scales=False),
     Cell("interleaved-zero-bubble", sharded=True),
-    Cell("zero-bubble-V", plain=True, calls=3, infers=False),
 ]
 
 

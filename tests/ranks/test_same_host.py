@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from pool import Rank
+from pool import FOUR_AT_NIGHT, TWO_AT_NIGHT, Rank
 
 import megabucket as mb
 from megabucket.comm import (
@@ -127,7 +127,7 @@ def differing_sums(rank: Rank) -> list[str]:
     return differing
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [TWO_AT_NIGHT, 3, FOUR_AT_NIGHT])
 def test_sums_and_means_have_the_bits_of_the_all_reduce_of_gloo(pool, ranks):
     assert pool.run(differing_sums, ranks=ranks) == [[]] * ranks
 

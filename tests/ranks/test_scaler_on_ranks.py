@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cells import assert_none
-from pool import FOUR_AT_NIGHT, Rank
+from pool import FOUR_AT_NIGHT, ONE_AT_NIGHT, Rank
 
 import megabucket as mb
 
@@ -124,7 +124,7 @@ def assert_like_torch(pool: Any, cases: list[Case], ranks: int) -> None:
     assert_none(failures)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, FOUR_AT_NIGHT])
+@pytest.mark.parametrize("ranks", [ONE_AT_NIGHT, 2, FOUR_AT_NIGHT])
 def test_scales_skips_and_losses_are_those_of_torch_ddp(pool, ranks):
     dtypes, modes, norms = (torch.float16, torch.bfloat16), (False, True), (None, 0.1)
     cases = [Case(*pair) for pair in itertools.product(dtypes, modes, norms)]
@@ -136,7 +136,7 @@ def test_scales_skips_and_losses_are_those_of_torch_ddp(pool, ranks):
     assert_like_torch(pool, cases, ranks)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, FOUR_AT_NIGHT])
+@pytest.mark.parametrize("ranks", [ONE_AT_NIGHT, 2, FOUR_AT_NIGHT])
 def test_a_16_bit_model_trains_as_with_float32_copies_by_hand(pool, ranks):
     dtypes, modes, norms = (torch.float16, torch.bfloat16), (False, True), (None, 0.1)
     pairs = [(dtype, *pair) for dtype, *pair in itertools.product(dtypes, modes, norms) if pair[0] or dtype != torch.float16]

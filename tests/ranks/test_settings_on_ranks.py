@@ -20,7 +20,7 @@ from cells import (
     run_cells,
 )
 from odd_model import OddModel, Precision, flat, loss_of, tokens_of
-from pool import FOUR_AT_NIGHT, Rank
+from pool import FOUR_AT_NIGHT, ONE_AT_NIGHT, TWO_AT_NIGHT, Rank
 
 import megabucket as mb
 from megabucket.errors import NonFiniteGradientError
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.dist
 # Against the single process, with the bounds of cells.py #
 
 
-@pytest.fixture(params=[2, 3, FOUR_AT_NIGHT])
+@pytest.fixture(params=[TWO_AT_NIGHT, 3, FOUR_AT_NIGHT])
 def ranks(request) -> int:
     return request.param
 
@@ -119,7 +119,7 @@ def train_unseen(rank: Rank, cell: Cell) -> torch.Tensor:
     return flat(ddp.state_dict().values())
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, FOUR_AT_NIGHT])
+@pytest.mark.parametrize("ranks", [ONE_AT_NIGHT, TWO_AT_NIGHT, 3, FOUR_AT_NIGHT])
 def test_gathering_parameters_during_forward_changes_no_bit(pool, ranks):
     pairs = [
         tuple(
@@ -374,7 +374,7 @@ def train_compiled(rank: Rank, what: str, fields: dict[str, Any]) -> torch.Tenso
     return weights
 
 
-@pytest.mark.parametrize("mode", ["all-reduce", "reduce-scatter"])
+@pytest.mark.parametrize("mode", [pytest.param("all-reduce", marks=pytest.mark.nightly), "reduce-scatter"])
 def test_a_compiled_model_trains_bit_by_bit_as_one_that_is_not(pool, mode):
     for weights in pool.run(trained_compiled, {"use_distributed_optimizer": mode == "reduce-scatter"}, ranks=2):
         assert torch.equal(weights["module"], weights["nothing"])

@@ -257,8 +257,8 @@ def optimizers(first: int = 0) -> Iterator[str]:
     return itertools.islice(itertools.cycle(OPTIMIZERS), first, None)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("ranks", [2, THREE_AT_NIGHT])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_plain_optimizers_make_the_steps_that_they_make_with_torch_ddp(pool, ranks, microbatches):
     ways = itertools.product(PATTERNS, ("none", "zeros", "module", "wrapper", "kept"))
     cases = [Case(kind, *way, microbatches) for kind, way in zip(optimizers(ranks + microbatches), ways, strict=False)]
@@ -266,8 +266,8 @@ def test_plain_optimizers_make_the_steps_that_they_make_with_torch_ddp(pool, ran
     check(pool, cases, ranks=ranks)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("ranks", [2, THREE_AT_NIGHT])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_distributed_optimizers_do_so_in_both_modes(pool, ranks, microbatches):
     modes = [(False, "none"), (False, "zeros"), (False, "kept"), (True, "none"), (True, "zeros")]
     ways = itertools.product(PATTERNS, modes)
@@ -290,7 +290,7 @@ def test_they_do_so_with_weights_and_state_that_were_saved_and_loaded(pool, rank
     check(pool, cases, ranks=ranks)
 
 
-@pytest.mark.parametrize("wraps", [False, True])
+@pytest.mark.parametrize("wraps", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_they_do_so_with_experts_that_a_rank_has_for_itself(pool, wraps):
     ways = itertools.product(PATTERNS, ("none", "zeros"), (False, True) if wraps else (False,))
     cases = [
@@ -312,7 +312,7 @@ def test_the_norm_is_that_of_the_parameters_with_a_gradient_and_clips_as_torch_d
     check(pool, cases, ranks=ranks)
 
 
-@pytest.mark.parametrize("resumes", [False, True])
+@pytest.mark.parametrize("resumes", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_float32_values_of_16_bit_parameters_rest_as_copies_by_hand_do(pool, resumes):
     ways = itertools.product(PATTERNS, ("none", "zeros"), (False, True))
     cases = [

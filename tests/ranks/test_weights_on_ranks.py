@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from dtensor_models import mesh_of, train, whole, wrapped
 from moe_ranks import NUM_RANKS, Moe, groups_of, loss_of, own_experts, tokens_of
 from pool import Rank
@@ -99,8 +98,6 @@ def with_experts(rank: Rank, fields: dict[str, Any]) -> tuple[Weights, ...]:
     go_on()
     result = there_and_back(ddp, go_on, 2048)
     ddp.detach()
-    for group in (exchanging, same):
-        dist.destroy_process_group(group)
     return result
 
 
@@ -137,8 +134,6 @@ def with_megatron_attributes(rank: Rank) -> tuple[Weights, ...]:
     go_on()
     result = there_and_back(ddp, go_on, 4096)
     ddp.detach()
-    for group in (tp, dp):
-        dist.destroy_process_group(group)
     return result
 
 
