@@ -107,7 +107,7 @@ oldest newest: %: .venv-%/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV_BENCH) $(VENV_FRAMEWORKS) .venv-oldest .venv-newest .mypy_cache .ruff_cache .hypothesis runs build/mutation build/bench build/docs build/gpu
+	rm -rf $(VENV) $(VENV_BENCH) $(VENV_FRAMEWORKS) .venv-oldest .venv-newest .mypy_cache .ruff_cache .hypothesis .coverage* runs build/mutation build/bench build/docs build/gpu
 
 # The fault table: every kind of fault on real processes, for megabucket and for torch DDP; exits with 1 if ours has a failure.
 # FAULTS="--quick" runs one combination of each place, FAULTS="--kinds 'SIGKILL*'" some of them.
