@@ -26,6 +26,7 @@ IN_PROCESSES = (
     "fork/step/all-reduce/overlap/2",
     "group-destroyed/all/all-reduce/overlap/2",
     "save-killed/data/all-reduce/overlap/2",
+    "one-wraps/wrap/all-reduce/overlap/2",
     "two-wrappers/same/reduce-scatter/overlap/2",
     "two-wrappers/all/all-reduce/overlap/2",
     "two-wrappers/step/reduce-scatter/overlap/2",
