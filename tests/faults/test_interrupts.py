@@ -139,7 +139,7 @@ ALARMS = ("interrupts/alarms/all-reduce/overlap/2", "interrupts/alarms-repeated/
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", some_by_day(ALARMS, ALARMS[1:]))
+@pytest.mark.parametrize("name", some_by_day(ALARMS, ()))
 def test_alarms_at_random_times_are_right_or_named_or_break_all_ranks(name):
     (run,) = run_many([Play(select(name))], time_limit_s=120.0)
 

@@ -141,6 +141,7 @@ def test_every_torch_optimizer_steps_on_shards_as_on_whole_parameters(pool, redu
     assert_like_plain(pool, [Case(name, reduce_scatters, ranks) for name in OPTIMIZERS])
 
 
+@pytest.mark.nightly
 def test_bfloat16_weights_follow_float32_main_parameters_under_every_torch_optimizer(pool):
     assert_like_plain(pool, [Case(name, reduce_scatters=True, precision="mixed") for name in OPTIMIZERS])
 
