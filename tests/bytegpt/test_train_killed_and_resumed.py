@@ -197,6 +197,7 @@ def test_a_signal_to_torchrun_reaches_the_ranks_which_save(config_path, tmp_path
     assert f"step {stored.step} of 1000000 is done and saved" in said
 
 
+@pytest.mark.nightly
 def test_a_damaged_newest_checkpoint_ends_every_rank_with_its_code_and_the_steps_that_are_whole(train, tmp_path):
     codes, said = train("run", "checkpoint.keep_last=null", acts=("SIGTERM", 1, 11))
     assert codes == [143, 143], said

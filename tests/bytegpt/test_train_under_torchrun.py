@@ -95,6 +95,7 @@ def test_two_ranks_end_where_torch_ddp_ends_and_log_every_collective(
     assert log[2]["wire_bytes"] == padded_bytes + sum(others_bytes)
 
 
+@pytest.mark.nightly
 def test_the_closing_table_is_printed_once_and_talk_goes_to_stderr(config_path, tmp_path):
     result = forked(tmp_path, "-c", str(config_path), "mode=reduce_scatter")
 

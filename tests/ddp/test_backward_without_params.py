@@ -133,6 +133,7 @@ def ask(ddp, x, of):
         torch.autograd.grad(ddp(x), {"input": x, "parameter": ddp.module.a}[of])
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     "of",
     ["input", "parameter", "output", "parameter in a checkpoint", "input of what uses no parameter", "input, by backward"],

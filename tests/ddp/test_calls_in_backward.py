@@ -65,6 +65,7 @@ class Calling(Weights):
         return sum(row.sum() for row in rows)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("where", ["a node", "a hook", "a recomputation"])
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("is_sharded", MODES)

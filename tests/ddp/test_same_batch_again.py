@@ -61,6 +61,7 @@ def used(weight):
     return found
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("clears", ["except", "always"])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize(

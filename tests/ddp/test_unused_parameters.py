@@ -321,6 +321,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(("sharded", "overlaps"), MODES)
 def test_all_ranks_send_the_same_in_a_step_that_is_dropped_and_the_next_one_is_right(fault, sharded, overlaps):

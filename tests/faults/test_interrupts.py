@@ -50,10 +50,7 @@ def test_an_interrupt_at_any_line_of_a_step_of_another_form_is_right_or_named_or
     assert result.counts.total() >= 5
 
 
-CALLS_BY_DAY = (
-    *("detach", "DistributedOptimizer()", "ChainedOptimizer()", "rebuild", "state_dict", "save_checkpoint, load_checkpoint"),
-    "finalize_grads",
-)
+CALLS_BY_DAY = ("detach", "DistributedOptimizer()", "ChainedOptimizer()", "rebuild", "state_dict", "finalize_grads")
 
 
 @pytest.mark.slow
@@ -142,7 +139,7 @@ ALARMS = ("interrupts/alarms/all-reduce/overlap/2", "interrupts/alarms-repeated/
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", some_by_day(ALARMS, ALARMS[1:]))
+@pytest.mark.parametrize("name", some_by_day(ALARMS, ()))
 def test_alarms_at_random_times_are_right_or_named_or_break_all_ranks(name):
     (run,) = run_many([Play(select(name))], time_limit_s=120.0)
 

@@ -68,6 +68,7 @@ NO_BIAS = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("switches", PADDED.values(), ids=PADDED)
 @pytest.mark.parametrize("dp_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("bucket_size", EVERY_BUCKET_SIZE)
@@ -161,6 +162,7 @@ PACKED_WITH_BIAS = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("shared_last", [False, True])
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("bucket_size", EVERY_BUCKET_SIZE)

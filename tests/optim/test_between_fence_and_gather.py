@@ -208,6 +208,7 @@ def raising(error, of_shard=None):
     return fail
 
 
+@pytest.mark.pairs
 @INTERRUPTS
 @pytest.mark.parametrize("in_block", [False, True])
 @pytest.mark.parametrize(

@@ -126,6 +126,7 @@ def assert_same(results, alone):
         assert own_losses == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.pairs
 @MODES
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("max_norm", [None, 0.1])

@@ -38,6 +38,7 @@ def weights_of(ddp):
     return torch.cat([param.detach().flatten() for param in ddp.module.parameters()])
 
 
+@pytest.mark.pairs
 @MODES
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 @pytest.mark.parametrize("is_by_hand", [False, True])

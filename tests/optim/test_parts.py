@@ -652,6 +652,7 @@ DIFFERENT = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("odd", [0, 1])
 @pytest.mark.parametrize("how", DIFFERENT)
 @MODES

@@ -530,7 +530,8 @@ def test_a_matrix_that_is_whole_is_updated_at_its_owner_and_a_cut_one_is_refused
 # Faults #
 
 
-def wrap_wrongly(rank: Rank, fault: str) -> None:
+def wrap_wrongly(rank: Rank, fault: str) -> Exception | None:
+    """Return the error: one that leaves the function would cost a new pool."""
     mesh = mesh_of((2, 2), ("dp", "tp"))
     model, group = parallel_model(mesh["tp"], "sequence parallel"), mesh["dp"]
     if fault == "the default group":
@@ -550,8 +551,11 @@ def wrap_wrongly(rank: Rank, fault: str) -> None:
         model.norm.weight.register_hook(print)
     try:
         mb.DistributedDataParallel(model, process_group=group).detach()
+    except MegabucketError as error:
+        return error
     finally:
         assert all(type(part).__mro__[1] is nn.Module or fault == "FSDP2" for part in model.modules())
+    return None
 
 
 FAULTS = {
@@ -569,11 +573,6 @@ FAULTS = {
 def test_what_cannot_be_wrapped_is_named_on_all_ranks(pool: WorkerPool, fault: str) -> None:
     kind, text = FAULTS[fault]
 
-    with pytest.raises(RankFailedError) as failed:
-        pool.run(wrap_wrongly, fault, ranks=4)
-
-    errors = failed.value.errors
-    assert sorted(errors) == [0, 1, 2, 3]
-    for error in errors.values():
+    for error in pool.run(wrap_wrongly, fault, ranks=4):
         assert isinstance(error, kind)
         assert re.search(text, str(error), re.DOTALL)

@@ -136,11 +136,12 @@ def assert_like_plain(pool: Any, cases: list[Case]) -> None:
     assert_none(failures)
 
 
-@pytest.mark.parametrize(("reduce_scatters", "ranks"), [(True, 3), (False, 2)])
+@pytest.mark.parametrize(("reduce_scatters", "ranks"), [(True, 3), pytest.param(False, 2, marks=pytest.mark.nightly)])
 def test_every_torch_optimizer_steps_on_shards_as_on_whole_parameters(pool, reduce_scatters, ranks):
     assert_like_plain(pool, [Case(name, reduce_scatters, ranks) for name in OPTIMIZERS])
 
 
+@pytest.mark.nightly
 def test_bfloat16_weights_follow_float32_main_parameters_under_every_torch_optimizer(pool):
     assert_like_plain(pool, [Case(name, reduce_scatters=True, precision="mixed") for name in OPTIMIZERS])
 

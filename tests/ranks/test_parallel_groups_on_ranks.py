@@ -362,6 +362,7 @@ def kill_the_last_rank(where: str) -> list[PeerLostError]:
     return [message.content for message in messages]
 
 
+@pytest.mark.nightly
 def test_a_rank_that_dies_while_others_wait_for_its_experts_is_named_on_all_of_them():
     errors = kill_the_last_rank("update")
 
@@ -369,6 +370,7 @@ def test_a_rank_that_dies_while_others_wait_for_its_experts_is_named_on_all_of_t
     assert all("waiting for param gather" in error.during for error in errors)
 
 
+@pytest.mark.nightly
 def test_a_rank_that_dies_in_the_backward_of_its_expert_is_named_on_all_others():
     errors = kill_the_last_rank("backward")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,6 @@ from pool import Rank
 from torch.nn.functional import softplus
 
 import megabucket as mb
-from megabucket.errors import MegabucketError
 
 pytestmark = pytest.mark.dist
 
@@ -116,42 +114,3 @@ def compare(rank: Rank, cases: list[Case]) -> list[float]:
 def test_parts_end_with_the_weights_of_torch_ddp_that_finds_unused_parameters(pool):
     for found in pool.run(compare, CASES, ranks=2):
         assert {case: distance for case, distance in zip(CASES, found, strict=True) if distance > ATOL} == {}
-
-
-def text_of_error(call: Callable[[], None]) -> list[str]:
-    try:
-        call()
-    except MegabucketError as error:
-        return [f"{type(error).__name__}: {error}"]
-    return []
-
-
-def step_differently(rank: Rank, sharded: bool) -> list[str]:
-    """Step the second part on one rank, and begin the next step on the other; then both take whole steps."""
-    model = Gan()
-    config = mb.DistributedDataParallelConfig(use_distributed_optimizer=sharded, bucket_size=40)
-    ddp = mb.DistributedDataParallel(model, config, process_group=rank.group)
-    optimizer = mb.DistributedOptimizer(optimizers_of(Case(False, False, sharded), model), ddp)
-    ddp("both", *batch(rank, 0)).backward()
-    optimizer.parts[0].step()
-    errors: list[str] = []
-
-    def take_step() -> None:
-        if ddp.sync.step == 1 and not errors and rank.index == 1:
-            optimizer.parts[1].step()
-        optimizer.zero_grad()
-        ddp("both", *batch(rank, ddp.sync.step)).backward()
-        optimizer.step()
-
-    while ddp.sync.step < STEPS:
-        errors += text_of_error(take_step)
-    ddp.detach()
-    return errors
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_ranks_that_step_other_parts_raise_one_error_and_go_on(pool, sharded):
-    first, second = pool.run(step_differently, sharded, ranks=2)
-
-    assert first == second
-    assert first[0].startswith("ScheduleMismatchError" if sharded else "ReplicasDivergedError")

@@ -658,6 +658,7 @@ except PeerFailedError as error:
 """
 
 
+@pytest.mark.nightly
 def test_a_program_that_ends_with_an_exception_tells_the_others_which(tmp_path):
     script = tmp_path / "ends.py"
     script.write_text(ENDS_WITH_A_TRACEBACK)

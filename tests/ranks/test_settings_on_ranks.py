@@ -23,7 +23,6 @@ from odd_model import OddModel, Precision, flat, loss_of, tokens_of
 from pool import FOUR_AT_NIGHT, ONE_AT_NIGHT, TWO_AT_NIGHT, Rank
 
 import megabucket as mb
-from megabucket.errors import NonFiniteGradientError
 
 pytestmark = pytest.mark.dist
 
@@ -190,92 +189,6 @@ def wrapped(
 
 
 MODES = ["reduce-scatter", "all-reduce", "plain"]
-
-
-def three_steps(rank: Rank, mode: str, options: dict[str, Any], inputs: list[list[float]]) -> list[list[float]]:
-    ddp, optimizer = wrapped(rank.group, mode, **options)
-    return [learn(ddp, optimizer, *inputs[rank.index]) for _ in range(3)]
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("finish", ["auto", "explicit"])
-@pytest.mark.parametrize("overlap", [True, False])
-def test_a_mean_is_divided_once_and_a_sum_never(pool, mode, finish, overlap):
-    inputs = [[1.0, 2.0], [3.0, 4.0]]  # two microbatches on each of two ranks
-    options = {"finish": finish, "overlap_grad_reduce": overlap}
-
-    mean = pool.run(three_steps, mode, options, inputs, ranks=2)
-    total = pool.run(three_steps, mode, {**options, "grad_reduction": "sum"}, inputs, ranks=2)
-
-    assert mean == [[[5.0, 50.0]] * 3] * 2  # the mean over ranks of 1 + 2 and 3 + 4
-    assert total == [[[10.0, 100.0]] * 3] * 2
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("overlap", [True, False])
-def test_a_rank_that_skips_a_module_hangs_nobody_and_counts_as_zero(pool, mode, overlap):
-    options = {"unused_parameters": "zero", "overlap_grad_reduce": overlap}
-
-    by_rank = pool.run(three_steps, mode, options, [[1.0], [-3.0], [2.0], [6.0]], ranks=4)
-
-    # The mean of 1, -3, 2, 6 for a; ten times the mean of 1, 0, 2, 6 for b.
-    assert by_rank == [[[1.5, 22.5]] * 3] * 4
-
-
-def meet_infinity_on_rank_1(rank: Rank, mode: str, policy: str) -> list[Any]:
-    """Return what is learned in three steps, or the error, if the gradient of rank 1 is infinite in the second."""
-    ddp, optimizer = wrapped(rank.group, mode, nonfinite_gradients=policy)
-
-    def outcome(step: int) -> Any:
-        try:
-            return learn(ddp, optimizer, float("inf") if (step, rank.index) == (1, 1) else 2.0)
-        except NonFiniteGradientError as error:
-            return error.rank, error.param, error.step, str(error)
-
-    return [outcome(step) for step in range(3)]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_an_infinity_on_one_rank_is_an_error_that_names_it_on_every_rank(pool, mode):
-    first, second = pool.run(meet_infinity_on_rank_1, mode, "error", ranks=2)
-
-    assert first == second
-    before, (rank, param, step, _), after = first
-    assert (rank, param, step) == (1, "b", 1)  # b is sent first
-    assert before == after == [2.0, 20.0]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_an_infinity_on_one_rank_is_a_step_that_no_rank_takes_where_steps_may_be_skipped(pool, mode):
-    by_rank = pool.run(meet_infinity_on_rank_1, mode, "skip_step", ranks=2)
-
-    assert by_rank == [[[2.0, 20.0], [0.0, 0.0], [2.0, 20.0]]] * 2
-
-
-def force_in_second_step(rank: Rank, how: str) -> list[Any]:
-    """Return, for each of three steps, the whole gradients that every rank sees (``None`` where there are none) and learns."""
-    ddp, optimizer = wrapped(rank.group, "reduce-scatter", overlap_grad_reduce=how == "attribute")
-    seen: list[Any] = []
-    for step in range(3):
-        ddp.force_all_reduce = how == "attribute" and step == 1
-        ddp(1.0 + rank.index).backward()
-        ddp.finish_grad_sync(force_all_reduce=how == "argument" and step == 1)
-        grads = [param.grad for param in ddp.parameters()]
-        seen.append([grad.tolist() if type(grad) is torch.Tensor else None for grad in grads])
-        before = shown(ddp)
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append([old - new for old, new in zip(before, shown(ddp), strict=True)])
-    return seen
-
-
-@pytest.mark.parametrize("how", ["attribute", "argument"])
-def test_one_step_can_be_all_reduced_although_the_others_are_scattered(pool, how):
-    by_rank = pool.run(force_in_second_step, how, ranks=2)
-
-    learned, nothing = [1.5, 15.0], [None, None]  # (1 + 2) / 2
-    whole = [[1.5, 1.5, 1.5], [15.0, 15.0]]
-    assert by_rank == [[nothing, learned, whole, learned, nothing, learned]] * 2
 
 
 # Which ranks #

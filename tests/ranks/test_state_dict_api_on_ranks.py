@@ -70,6 +70,7 @@ OPTIONS: MappingProxyType[str, dict[str, bool]] = MappingProxyType(
     }
 )
 """Together with ``full_state_dict`` torch loads no flattened state, whoever wraps: it looks for keys that are not flattened."""
+OPTIONS_BY_DAY = ("no option", "full on rank 0, broadcast", "flattened", "without frozen")
 
 
 class Part(torch.nn.Module):
@@ -234,7 +235,9 @@ def cases_of(options: str) -> list[tuple[str, dict[str, bool], int]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    "options", [pytest.param(one, marks=[] if one in OPTIONS_BY_DAY else pytest.mark.nightly) for one in OPTIONS]
+)
 def test_a_fresh_pair_takes_over_and_what_it_takes_is_what_torch_ddp_has(pair, of_torch_ddp, kind, options):
     flags, cases = OPTIONS[options], cases_of(options)
 

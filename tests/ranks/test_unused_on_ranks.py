@@ -279,7 +279,8 @@ def test_distributed_optimizers_do_so_in_both_modes(pool, ranks, microbatches):
     check(pool, cases, ranks=ranks)
 
 
-@pytest.mark.parametrize("ranks", [2, THREE_AT_NIGHT])
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_they_do_so_with_weights_and_state_that_were_saved_and_loaded(pool, ranks):
     kinds = [(False, False), (False, True), (True, True)]
     cases = [
@@ -290,7 +291,8 @@ def test_they_do_so_with_weights_and_state_that_were_saved_and_loaded(pool, rank
     check(pool, cases, ranks=ranks)
 
 
-@pytest.mark.parametrize("wraps", [pytest.param(False, marks=pytest.mark.nightly), True])
+@pytest.mark.nightly
+@pytest.mark.parametrize("wraps", [False, True])
 def test_they_do_so_with_experts_that_a_rank_has_for_itself(pool, wraps):
     ways = itertools.product(PATTERNS, ("none", "zeros"), (False, True) if wraps else (False,))
     cases = [
@@ -301,7 +303,8 @@ def test_they_do_so_with_experts_that_a_rank_has_for_itself(pool, wraps):
     check(pool, cases, ranks=2)
 
 
-@pytest.mark.parametrize("ranks", [2, THREE_AT_NIGHT])
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_the_norm_is_that_of_the_parameters_with_a_gradient_and_clips_as_torch_does(pool, ranks):
     ways = itertools.product(PATTERNS, ("none", "zeros"), (False, True))
     cases = [
@@ -312,7 +315,8 @@ def test_the_norm_is_that_of_the_parameters_with_a_gradient_and_clips_as_torch_d
     check(pool, cases, ranks=ranks)
 
 
-@pytest.mark.parametrize("resumes", [pytest.param(False, marks=pytest.mark.nightly), True])
+@pytest.mark.nightly
+@pytest.mark.parametrize("resumes", [False, True])
 def test_float32_values_of_16_bit_parameters_rest_as_copies_by_hand_do(pool, resumes):
     ways = itertools.product(PATTERNS, ("none", "zeros"), (False, True))
     cases = [

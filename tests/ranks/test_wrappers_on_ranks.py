@@ -1,9 +1,7 @@
-"""Two wrappers on one group, collectives of the program between ours, wraps on one rank, interrupted waits: real processes."""
+"""Two wrappers on one group, in every order: real processes. Other ways to mix ranks up are in tests/faults."""
 
 from __future__ import annotations
 
-import signal
-import time
 from itertools import permutations
 from typing import Any
 
@@ -14,7 +12,7 @@ from crew import Place, crew
 from pool import Rank
 
 import megabucket as mb
-from megabucket.errors import MegabucketError, PeerLostError, WrapperBrokenError
+from megabucket.errors import WrapperBrokenError
 
 pytestmark = pytest.mark.dist
 
@@ -126,109 +124,3 @@ def test_ranks_that_step_two_wrappers_in_different_orders_are_told_so_and_both_a
         assert "rank 0 waits for" in message.content[0]
         assert "rank 1 waits for" in message.content[0]
     assert max(message.at_s for message in told) - max(message.at_s for message in ready) <= TOLD_S
-
-
-# Collectives of the program #
-
-
-def stray(rank: Rank, fields: dict[str, Any]) -> tuple[list[float], float]:
-    """One rank launches a collective of its own before a step, the other one after it."""
-    ddp, ours = wrapped(rank.group, **fields), torch.ones(3)
-    work = dist.all_reduce(ours, group=rank.group, async_op=True) if rank.index == 0 else None
-    ddp(1.0 + rank.index).backward()
-    ddp.finish_grad_sync()
-    (work or dist.all_reduce(ours, group=rank.group, async_op=True)).wait()
-    grads = own_grads(ddp)
-    ddp.detach()
-    return grads, ours[0].item()
-
-
-@pytest.mark.parametrize("fields", MODES, ids=["all-reduce", "reduce-scatter"])
-def test_a_collective_of_the_program_on_the_given_group_meets_none_of_ours(pool, fields):
-    first, second = pool.run(stray, fields, ranks=2)
-
-    assert first == ([1.5], 2.0)
-    assert second == ([] if fields else [1.5], 2.0)
-
-
-# A wrap on one rank only #
-
-
-def wrap_on_one_rank(place: Place, instead: str) -> None:
-    if place.index == 1:
-        if instead == "barrier":
-            dist.barrier()
-        place.wait_for_word()
-        return
-    wrapped()
-
-
-@pytest.mark.parametrize("instead", ["nothing", "barrier"])
-def test_a_wrap_on_one_rank_only_is_an_error_that_names_the_other_rank_in_the_time_of_the_group(instead):
-    with crew(wrap_on_one_rank, instead, ranks=2, group_timeout_s=3.0) as ours:
-        started_s = time.monotonic()
-        message = ours.expect(0, "raised")
-
-    assert isinstance(message.content, PeerLostError), message.traceback
-    assert message.content.ranks == (1,)
-    assert "it has not wrapped its module yet" in message.content.states[0]
-    assert message.at_s - started_s <= 3.0 + 2.0
-
-
-def wrap_twice_on_one_rank(place: Place) -> list[float]:
-    """The first rank wraps a second module where the other one goes on training."""
-    ddp = wrapped()
-    if place.index == 0:
-        wrapped()
-    ddp(1.0).backward()
-    ddp.finish_grad_sync()
-    return own_grads(ddp)
-
-
-def test_a_second_wrap_on_one_rank_only_is_an_error_on_both():
-    with crew(wrap_twice_on_one_rank, ranks=2, group_timeout_s=8.0) as ours:
-        messages = ours.expect_all("raised")
-
-    for message in messages:
-        assert isinstance(message.content, PeerLostError | WrapperBrokenError), message.traceback
-
-
-# Interrupts #
-
-
-def be_interrupted(place: Place, fields: dict[str, Any]) -> list[str]:
-    """An exception out of a signal handler ends the wait of the first rank for the fence; the second one comes later."""
-
-    def stop(*_: Any) -> None:
-        raise TimeoutError("the scheduler wants its machine back")
-
-    ddp, texts = wrapped(**fields), []
-    if place.index == 1:
-        place.wait_for_word()
-    else:
-        signal.signal(signal.SIGALRM, stop)
-        signal.setitimer(signal.ITIMER_REAL, 0.4)
-    while not any(text.startswith(WrapperBrokenError.__name__) for text in texts):
-        try:
-            ddp(1.0).backward()
-            ddp.finish_grad_sync()
-        except (TimeoutError, MegabucketError) as error:  # noqa: PERF203
-            texts.append(f"{type(error).__name__}: {error}")
-            place.report("told", texts[-1])
-    ddp.detach()
-    return texts
-
-
-@pytest.mark.parametrize("fields", MODES, ids=["all-reduce", "reduce-scatter"])
-def test_an_interrupted_wait_for_the_fence_breaks_the_wrapper_on_all_ranks_in_one_text(fields):
-    with crew(be_interrupted, fields, ranks=2) as ours:
-        first = ours.expect(0, "told")
-        ours.tell(1)
-        told_s = time.monotonic()
-        again, second = ours.expect_all("told")
-        ours.expect_all("returned")
-
-    assert first.content == "TimeoutError: the scheduler wants its machine back"
-    assert second.content.startswith("WrapperBrokenError: step 0: rank 0 stopped in ")
-    assert again.content == second.content
-    assert second.at_s - told_s <= INTERRUPTED_TOLD_S
