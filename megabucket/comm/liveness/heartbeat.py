@@ -252,7 +252,7 @@ class Heartbeat:
             if not self._all_present:
                 # Later the store may be out of reach. A process that is stopped while it holds the lock of a file store, for
                 # instance, stops the store.
-                self._look(store, board, _Request())
+                self._look(store, board, None)
             next_beat_s = self._next_beat_s()
         self._drop_claim(board)
         self._beat(store, has_left=True)
@@ -271,7 +271,6 @@ class Heartbeat:
             board.set(f"{self._host}/{board.add(self._host, 1) - 1}", str(self.rank))
         if board.add(f"present/{self._group}", 1) == 1:
             board.set(f"group/{self._group}", json.dumps([self._wrapper, self.members]))
-        self._look(store, board, _Request())
 
     @property
     def _wrapper(self) -> str:
@@ -295,21 +294,27 @@ class Heartbeat:
         if request.answered is not None:
             request.answered.set()
 
-    def _look(self, store: Store, board: Store, request: _Request) -> None:
-        """Renew the view: read the finding and the claim. The watcher also reads the beats of all ranks now and then."""
+    def _look(self, store: Store, board: Store, request: _Request | None) -> None:
+        """Renew the view: read the finding and the claim. A watcher also reads the beats of all ranks now and then.
+
+        Args:
+            request: ``None``: this rank does not wait, so it does not become the watcher.
+        """
         keys = [f"finding/{self._token}", f"watch/{self._group}"]
         counts = [] if self._all_present else [f"present/{self._group}"] + [self._host] * bool(self._host)
         finding, claim, *counted = board.multi_get([*keys, *counts])
         if counted:
             self._note_arrivals(store, board, *map(int, counted))
-        lost = self._renew_claim(board, claim, takes_watch=request.takes_watch)
-        is_watcher = self.view.watcher_since_s is not None
-        if is_watcher and (request.answered or time.monotonic() - self.view.asked_at_s >= read_every_s(len(self.members))):
-            self._read_beats(store, lost)
-            self._report_cycle(board)
-        elif request.answered:
-            beats = _read_beats_of(store, self._neighbours)
-            self.view = self.view._replace(beats={**self.view.beats, **beats})
+        if request is not None:
+            must_read = request.answered is not None
+            lost = self._renew_claim(board, claim, takes_watch=request.takes_watch)
+            is_due = time.monotonic() - self.view.asked_at_s >= read_every_s(len(self.members))
+            if self.view.watcher_since_s is not None and (must_read or is_due):
+                self._read_beats(store, lost)
+                self._report_cycle(board)
+            elif self.view.watcher_since_s is None and must_read:
+                beats = _read_beats_of(store, self._neighbours)
+                self.view = self.view._replace(beats={**self.view.beats, **beats})
         # A new view even if nothing has changed: it shows that the store has answered.
         self.view = self.view._replace(finding=decode_finding(finding) if finding else None)
 
@@ -402,7 +407,7 @@ class Heartbeat:
         ahead = [self._block]
         while ahead:
             token, group, _ = ahead.pop()
-            _, members = _read_group(board, group)
+            members = self.members if group == self._group else _read_group(board, group)[1]
             blocks |= _read_blocks(board, set(members) - read)
             read.update(members)
             waits_for[group] = {}
@@ -433,7 +438,7 @@ def _ranks_of_cycle(waits_for: Mapping[str, Mapping[str, int]]) -> list[int]:
     return sorted(set(list(path.values())[list(path).index(group) :])) if path else []
 
 
-def _read_group(board: Store, group: str) -> tuple[str, list[int]]:
+def _read_group(board: Store, group: str) -> tuple[str, Sequence[int]]:
     """Return how a group of ranks is called in errors, and its global ranks."""
     key = f"group/{group}"
     name, members = json.loads(board.get(key)) if board.check([key]) else ("", [])
