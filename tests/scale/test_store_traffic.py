@@ -180,6 +180,18 @@ def test_what_one_rank_writes_is_no_longer_where_there_are_more_ranks(ranks_of):
     assert longest[64] == pytest.approx(longest[8], abs=2)  # digits
 
 
+def test_many_values_are_asked_for_in_parts_of_1024():
+    """A TCP store of torch 2.13 spends 4 us on each key of a request for 1,024, and 60 us on each key of one for 16,384."""
+    store = CountingStore()
+    for rank in range(2_500):
+        store.set(f"rank/{rank}", f"beat of {rank}")
+
+    values = heartbeat_module._read(store, set(range(2_500)), known={7})
+
+    assert values == {rank: f"beat of {rank}".encode() for rank in range(2_500)}
+    assert (store.operations["check"], store.operations["multi_get"]) == (3, 3)
+
+
 class TestTheWatcher:
     """Who it is, and who follows."""
 

@@ -17,7 +17,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -39,6 +39,7 @@ _JOIN_S: Final = 1.0
 _CLAIM_S: Final = 1.0  # a watcher that has not renewed its claim for this long is replaced
 _CLAIM_LOOKS: Final = 5  # or for so many looks, where there are many ranks
 _RANKS_SHOWN: Final = 5
+_KEYS_PER_REQUEST: Final = 1_024  # the host of a TCP store takes ten times as long for each key of a request for 16,384
 
 
 # Values in the store #
@@ -447,8 +448,7 @@ def _read_group(board: Store, group: str) -> tuple[str, Sequence[int]]:
 
 def _read_beats_of(store: Store, ranks: Sequence[int]) -> dict[int, Beat]:
     """Return the beats of ranks that have written one."""
-    values = store.multi_get([_rank_key(rank) for rank in ranks]) if ranks else []
-    return {rank: decode_beat(value) for rank, value in zip(ranks, values, strict=True)}
+    return {rank: decode_beat(value) for rank, value in _read(store, set(ranks), known=set(ranks)).items()}
 
 
 def _read_blocks(board: Store, ranks: set[int]) -> dict[int, Block]:
@@ -463,11 +463,16 @@ def _read(store: Store, ranks: set[int], known: set[int]) -> dict[int, bytes]:
     Args:
         known: ranks that are known to have written.
     """
-    asked = ranks - known
-    if asked and not store.check([_rank_key(rank) for rank in asked]):
-        ranks = known | {rank for rank in asked if store.check([_rank_key(rank)])}
-    values = store.multi_get([_rank_key(rank) for rank in sorted(ranks)]) if ranks else []
-    return dict(zip(sorted(ranks), values, strict=True))
+    asked = [_rank_key(rank) for rank in ranks - known]
+    if not all(store.check(keys) for keys in _requests(asked)):
+        ranks = known | {rank for rank in ranks - known if store.check([_rank_key(rank)])}
+    in_order = sorted(ranks)
+    values = [value for keys in _requests([_rank_key(rank) for rank in in_order]) for value in store.multi_get(keys)]
+    return dict(zip(in_order, values, strict=True))
+
+
+def _requests(keys: Sequence[str]) -> Iterator[Sequence[str]]:
+    return (keys[start : start + _KEYS_PER_REQUEST] for start in range(0, len(keys), _KEYS_PER_REQUEST))
 
 
 def _rank_key(rank: int) -> str:
