@@ -2,8 +2,8 @@
 
 Each rank has a thread that writes beats into the store (``heartbeat.py``); that of one waiting rank, the watcher, reads those
 of all. A wait for a collective is split into short slices; between two slices the waiting rank checks the others
-(``watch.py``), and ``observations.py`` says what it sees. The first rank that finds out why a wait cannot end writes its finding into the store,
-and all ranks raise that finding.
+(``watch.py``), and ``observations.py`` says what it sees. The first rank that finds out why a wait cannot end writes its
+finding into the store, and all ranks raise that finding.
 
 ::
 

@@ -471,7 +471,8 @@ def _read(store: Store, ranks: set[int], known: set[int]) -> dict[int, bytes]:
     return dict(zip(in_order, values, strict=True))
 
 
-def _requests(keys: Sequence[str]) -> Iterator[Sequence[str]]:
+def _requests(keys: list[str]) -> Iterator[list[str]]:
+    """Cut a long list of keys."""
     return (keys[start : start + _KEYS_PER_REQUEST] for start in range(0, len(keys), _KEYS_PER_REQUEST))
 
 
