@@ -15,11 +15,12 @@ import torch.distributed as dist
 
 from megabucket.comm import Liveness
 from megabucket.comm.communicator import LaunchCount, RankState
-from megabucket.comm.liveness.heartbeat import Heartbeat
+from megabucket.comm.liveness.heartbeat import Heartbeat, _Request
 from megabucket.comm.liveness.watch import PeerWatch
 from megabucket.errors import MegabucketError, PeerLostError, WrapperBrokenError
 
 PATIENT = Liveness(heartbeat_s=0.2, dead_after_s=20.0, straggler_warning_s=None)
+QUICK = Liveness(heartbeat_s=0.2, dead_after_s=2.0, straggler_warning_s=None)
 NOTICED_S = 3.0  # a second until a wait is written to the board, and a few looks
 
 
@@ -48,7 +49,12 @@ class Wrapper:
     """What the ranks of one wrapper have of it: a heartbeat and a watch each."""
 
     def __init__(
-        self, store: dist.Store, members: tuple[int, ...], group: str, state_of: dict[int, RankState] | None = None
+        self,
+        store: dist.Store,
+        members: tuple[int, ...],
+        group: str,
+        state_of: dict[int, RankState] | None = None,
+        liveness: Liveness = PATIENT,
     ) -> None:
         self.heartbeats, self.watches = {}, {}
         for rank, member in enumerate(members):
@@ -59,14 +65,14 @@ class Wrapper:
                 members=members,
                 state=state,
                 launches=LaunchCount(),
-                every_s=PATIENT.heartbeat_s,
+                every_s=liveness.heartbeat_s,
                 is_wanted=lambda: True,
                 group_name=group,
             )
             self.heartbeats[member] = heartbeat
             self.watches[member] = PeerWatch(
                 heartbeat,
-                PATIENT,
+                liveness,
                 group_timeout_s=60.0,
                 on_loss=lambda: None,
             )
@@ -87,8 +93,8 @@ def wrappers() -> Iterator[Callable[..., Wrapper]]:
     made: list[Wrapper] = []
     store = dist.HashStore()
 
-    def make(*members: int, group: str = "dp", state_of: dict[int, RankState] | None = None) -> Wrapper:
-        made.append(Wrapper(store, members, group, state_of))
+    def make(*members: int, group: str = "dp", **settings: Any) -> Wrapper:
+        made.append(Wrapper(store, members, group, **settings))
         return made[-1]
 
     yield make
@@ -289,3 +295,23 @@ def test_of_a_broken_connection_a_rank_that_left_after_it_had_launched_is_named(
     assert error.ranks == (1,)
     assert error.states[0].startswith("left: its program ended")
     assert "Connection closed by peer" in error.during
+
+
+def test_a_watcher_that_freezes_is_named_by_those_that_wait_with_it(wrappers):
+    """A lost rank may be the one that reads all beats: another one follows, and its silence counts from the start."""
+    wrapper, work, goes_on = wrappers(0, 1, 2, liveness=QUICK), Work(), threading.Event()
+
+    with ThreadPoolExecutor(3) as pool:
+        waits = [pool.submit(wrapper.wait, member, work) for member in range(3)]
+        time.sleep(1.0)
+        (watcher,) = (rank for rank, one in wrapper.heartbeats.items() if one.view.watcher_since_s is not None)
+        wrapper.heartbeats[watcher]._mailbox.put(_Request(lambda _: goes_on.wait()))  # neither beats nor answers
+        at_s = time.monotonic()
+        errors = [wait.result(20.0) for rank, wait in enumerate(waits) if rank != watcher]
+        noticed_s = time.monotonic() - at_s
+        goes_on.set()
+
+    assert [error.ranks for error in errors] == [(watcher,)] * 2
+    assert str(errors[0]) == str(errors[1])
+    assert errors[0].states[0].startswith("froze: no sign of life for 2 s")
+    assert QUICK.dead_after_s - 0.5 <= noticed_s <= QUICK.dead_after_s + 1

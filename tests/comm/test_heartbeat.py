@@ -168,7 +168,8 @@ def test_a_heartbeat_that_is_not_wanted_any_more_ends_by_itself(world):
 def test_a_store_whose_host_went_away_ends_the_thread_quietly_and_leaves_the_reason(world, capfd):
     with subprocess.Popen([sys.executable, "-c", STORE_HOST], stdout=subprocess.PIPE, text=True) as host:
         client = dist.TCPStore("127.0.0.1", int(host.stdout.readline()), is_master=False, wait_for_workers=False)
-        heartbeat = world(0, members=(0,), every_s=0.02, over=client)  # nobody to ask for, and only requests are answered
+        heartbeat = world(0, members=(0,), every_s=0.02, over=client)
+        assert heartbeat.ask(5.0).num_present == 1  # from now on it only writes, unless it is asked
         assert heartbeat.failure == ""
         host.kill()
 

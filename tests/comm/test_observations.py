@@ -13,6 +13,7 @@ class Scene:
 
     def __init__(self):
         self.now_s = 0.0
+        self.watcher_since_s = 0.0
         self.dead = set()
         self.beats = {rank: BEAT._replace(process=BEAT.process._replace(pid=rank)) for rank in (1, 2)}
         self.seen = Observations("fence", number=41, rank=0, size=3, is_gone=lambda who: who.pid in self.dead)
@@ -20,10 +21,10 @@ class Scene:
     def beat(self, rank, **changes):
         self.beats[rank] = self.beats[rank]._replace(number=self.beats[rank].number + 1, **changes)
 
-    def look(self, times=1, after_s=0.1):
+    def look(self, times=1, after_s=0.1, **view):
         for _ in range(times):
             self.now_s += after_s
-            self.seen.note(View(self.now_s, self.beats), self.now_s)
+            self.seen.note(View(self.now_s, self.beats, watcher_since_s=self.watcher_since_s, **view), self.now_s)
         return self.seen
 
 
@@ -49,6 +50,35 @@ class TestSilence:
         scene.beats = {1: scene.beats[2], **scene.beats}
 
         assert set(scene.look(after_s=0.5).silent(0.4)) == {2}
+
+    def test_only_the_watcher_counts_it(self, scene):
+        scene.watcher_since_s = None
+        scene.look(times=20)
+        assert scene.seen.silent(0.1) == {}
+
+        scene.watcher_since_s = scene.now_s
+        scene.look()
+        assert scene.seen.silent(0.01) == {}
+
+        assert set(scene.look(times=10).silent(0.99)) == {1, 2}
+
+    def test_a_new_watcher_takes_over_the_silence_of_the_lost_one_and_of_its_host(self, scene):
+        scene.look(silent_before_s={2: 1.2})
+        seen = scene.look(times=10)
+
+        assert set(seen.silent(2.1)) == {2}
+        scene.beat(2)
+        assert scene.look().silent(1.2) == {}
+
+    def test_ranks_that_were_lost_together_are_named_together(self, scene):
+        """Their last beats are up to a period apart, here 0.5 s."""
+        scene.look()
+        scene.look(times=4)
+        scene.beat(1)
+        scene.look(times=26)
+
+        assert set(scene.seen.silent(2.9)) == {1, 2}  # silent for 2.5 and 3.0 s
+        assert scene.seen.silent(3.1) == {}
 
     def test_another_beat_ends_it(self, scene):
         scene.look(times=10)

@@ -353,16 +353,15 @@ def warn_of_a_straggler(place: Place) -> list[str]:
     return [f"{notice.levelname} {notice.getMessage()}" for notice in notices]
 
 
-def test_a_warning_names_the_rank_that_others_wait_for_and_what_it_does_once():
+def test_one_warning_names_the_rank_that_others_wait_for_and_what_it_does():
     with crew(warn_of_a_straggler, ranks=3) as ours:
         ours.expect_all("ready")
         time.sleep(2.5)
         ours.tell(1)
         by_rank = [message.content for message in ours.expect_all("returned")]
 
-    assert [len(found) for found in by_rank] == [1, 0, 1]
-    (warning,) = by_rank[0]
-    said = r"WARNING megabucket: \[rank 0\] has waited ([0-9.]+) s for bucket 2 of step 12 \(forward\): rank 1 is alive"
+    (warning,) = (text for found in by_rank for text in found)  # of the waiting rank that reads all beats
+    said = r"WARNING megabucket: \[rank [02]\] has waited ([0-9.]+) s for bucket 2 of step 12 \(forward\): rank 1 is alive"
     waited = re.match(said, warning)
     assert waited is not None
     assert 0.8 <= float(waited[1]) < 2

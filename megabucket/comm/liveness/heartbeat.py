@@ -1,5 +1,9 @@
 """The thread of a rank that writes its beats into the store of the group, and keeps a view of those of the others.
 
+Of all waiting ranks of a group one at a time, the watcher, reads the beats of all ranks, so that reading costs N values and not
+N x N (``docs/scale.md``). It renews its claim whenever it looks; if it does not, another waiting rank takes over. The others
+read the finding and the claim, and know the processes of their own host, which they check in ``/proc``.
+
 Also the board: where ranks wait, and the findings of wrappers, in a part of the store that all wrappers of a program share.
 """
 
@@ -13,30 +17,48 @@ import select
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from megabucket.comm.communicator import Finding, LaunchCount, RankState
-from megabucket.comm.liveness.observations import Beat, ProcessIdentity, View, identify_this_process, read_every_s
+from megabucket.comm.liveness.observations import (
+    LONGEST_GAP_S,
+    Beat,
+    ProcessIdentity,
+    View,
+    identify_this_process,
+    look_every_s,
+    read_every_s,
+)
 from megabucket.errors import PeerFailedError, PeerLostError, WrapperBrokenError
 
 _START_S: Final = 5.0
 _JOIN_S: Final = 1.0
+_CLAIM_S: Final = 1.0  # a watcher that has not renewed its claim for this long is replaced
+_CLAIM_LOOKS: Final = 5  # or for so many looks, where there are many ranks
+_RANKS_SHOWN: Final = 5
+_KEYS_PER_REQUEST: Final = 1_024  # the host of a TCP store takes ten times as long for each key of a request for 16,384
 
 
 # Values in the store #
 
 
 class Block(NamedTuple):
-    """A long wait of a rank. Ranks are global."""
+    """A long wait of a rank."""
 
     token: str  # of the wrapper; unique in the store, also across restarts
-    wrapper: str
+    group: str  # the token of the wrapper's group of ranks that it waits for
     label: str
-    members: Sequence[int]  # ranks of the wrapper
+
+
+class _Claim(NamedTuple):
+    """The rank that reads the beats of all ranks."""
+
+    rank: int
+    number: int  # another one at each renewal
+    is_urgent: bool  # it looks for the rank that broke a connection
 
 
 class _Request(NamedTuple):
@@ -44,6 +66,7 @@ class _Request(NamedTuple):
 
     write: Callable[[Store], None] | None = None  # a write to the board, done first
     answered: threading.Event | None = None  # set when the view is there; beats are then read again, however new they are
+    takes_watch: bool = False  # also from another rank, unless that has taken it in this way
 
 
 def decode_beat(raw: bytes) -> Beat:
@@ -121,9 +144,13 @@ class Heartbeat:
         self.is_stopped = False
         self.state, self.launches = state, launches
         self._is_wanted, self._group_name = is_wanted, group_name
-        self._num_beats = 0
+        self._num_beats = self._num_claims = 0
         self._block: Block | None = None  # of this rank, as written to the board
         self._cycle: dict[int, Block] = {}  # found by the last check
+        self._group = self._host = ""  # the token of this group, and the key under which its ranks of this host are listed
+        self._neighbours: list[int] = []  # the ranks of this host
+        self._all_present = False
+        self._claim, self._claim_silent_s, self._looked_at_s = b"", 0.0, 0.0  # as last read
         # SimpleQueue, because the garbage collector may close a communicator at any moment, even in this thread: its put
         # must not need a lock that the interrupted code holds.
         self._mailbox: queue.SimpleQueue[_Request] = queue.SimpleQueue()
@@ -152,10 +179,18 @@ class Heartbeat:
         """Write a finding, unless there is one."""
         self._mailbox.put(_Request(lambda board: self._write_finding(board, finding)))
 
-    def ask(self, timeout_s: float) -> View | None:
-        """Return a view that is newer than all earlier requests, or ``None`` if the store does not answer in time."""
+    def leave_watch(self) -> None:
+        """Let another waiting rank be the watcher."""
+        self._mailbox.put(_Request(self._drop_claim))
+
+    def ask(self, timeout_s: float, *, takes_watch: bool = False) -> View | None:
+        """Return a view that is newer than all earlier requests, or ``None`` if the store does not answer in time.
+
+        Args:
+            takes_watch: be the watcher even if another rank is, unless that one became it in this way.
+        """
         answered, deadline_s = threading.Event(), time.monotonic() + timeout_s
-        self._mailbox.put(_Request(answered=answered))
+        self._mailbox.put(_Request(answered=answered, takes_watch=takes_watch))
         while self._thread.is_alive() and time.monotonic() < deadline_s:
             if answered.wait(0.01):
                 return self.view
@@ -196,12 +231,14 @@ class Heartbeat:
 
     def _serve(self, connection: _StoreConnection, is_ready: threading.Event) -> None:
         # Several wrappers may share a group. All ranks make them in the same order.
-        self.name, store, own = _begin_wrapper(connection.store, self.rank)
+        board = connection.board
+        self.name, store, self._group = _begin_wrapper(connection.store, self.rank)
         # A wrapper of several groups has one token for all of them: ranks that wait in two of its groups form no cycle, since
         # all ranks launch in one order, and a finding of one group reaches the others.
-        self._token = self.state.ranks.token = self.state.ranks.token or own
-        self._write_block(connection.board, None)
-        next_beat_s = time.monotonic()
+        self._token = self.state.ranks.token = self.state.ranks.token or self._group
+        self._come(store, board)
+        is_ready.set()
+        next_beat_s = self._next_beat_s()
         while True:
             request: _Request | None = None
             with contextlib.suppress(queue.Empty):
@@ -210,16 +247,37 @@ class Heartbeat:
             if request is _LEAVE or not self._is_wanted():
                 break  # the group was destroyed: this rank launches nothing more on it
             if request is not None:
-                self._answer(store, connection.board, request)
+                self._answer(store, board, request)
                 continue
             self._beat(store)
-            if len(self.view.beats) < len(self.members) - 1:
-                # Until all ranks have written: later the store may be out of reach. A process that is stopped while it holds
-                # the lock of a file store, for instance, stops the store.
-                self._read_beats(store)
-            is_ready.set()
-            next_beat_s = time.monotonic() + (self.every_s or threading.TIMEOUT_MAX)
+            if not self._all_present:
+                # Later the store may be out of reach. A process that is stopped while it holds the lock of a file store, for
+                # instance, stops the store.
+                self._look(store, board, None)
+            next_beat_s = self._next_beat_s()
+        self._drop_claim(board)
         self._beat(store, has_left=True)
+
+    def _next_beat_s(self) -> float:
+        return time.monotonic() + (self.every_s or threading.TIMEOUT_MAX)
+
+    def _come(self, store: Store, board: Store) -> None:
+        """Write what the other ranks will read. A read of a key that does not exist blocks, so this rank is counted last."""
+        self._write_block(board, None)
+        for key in (f"finding/{self._token}", f"watch/{self._group}"):
+            board.compare_set(key, "", "")
+        self._beat(store)
+        if self.process.pid_space:
+            self._host = f"host/{self._group}/{self.process.pid_space}"
+            board.set(f"{self._host}/{board.add(self._host, 1) - 1}", str(self.rank))
+        if board.add(f"present/{self._group}", 1) == 1:
+            board.set(f"group/{self._group}", json.dumps([self._wrapper, self.members]))
+
+    @property
+    def _wrapper(self) -> str:
+        shown = ", ".join(map(str, self.members[:_RANKS_SHOWN]))
+        more = f", ... ({len(self.members)} ranks)" if len(self.members) > _RANKS_SHOWN else ""
+        return f"{self.name} over group {self._group_name!r} of ranks [{shown}{more}]"
 
     def _beat(self, store: Store, *, has_left: bool = False) -> None:
         progress = self.state.progress
@@ -232,14 +290,70 @@ class Heartbeat:
     def _answer(self, store: Store, board: Store, request: _Request) -> None:
         if request.write is not None:
             request.write(board)
-        if request.answered is not None or time.monotonic() - self.view.asked_at_s >= read_every_s(len(self.members)):
-            self._read_beats(store)
-            self._report_cycle(board)
-        key = f"finding/{self._token}"
-        # A new view even if nothing has changed: it shows that the store has answered.
-        self.view = self.view._replace(finding=decode_finding(board.get(key)) if board.check([key]) else None)
+        elif request.answered is not None or time.monotonic() - self._looked_at_s >= look_every_s(len(self.members)):
+            self._look(store, board, request)
         if request.answered is not None:
             request.answered.set()
+
+    def _look(self, store: Store, board: Store, request: _Request | None) -> None:
+        """Renew the view: read the finding and the claim. A watcher also reads the beats of all ranks now and then.
+
+        Args:
+            request: ``None``: this rank does not wait, so it does not become the watcher.
+        """
+        keys = [f"finding/{self._token}", f"watch/{self._group}"]
+        counts = [] if self._all_present else [f"present/{self._group}"] + [self._host] * bool(self._host)
+        finding, claim, *counted = board.multi_get([*keys, *counts])
+        if counted:
+            self._note_arrivals(store, board, *map(int, counted))
+        if request is not None:
+            must_read = request.answered is not None
+            lost = self._renew_claim(board, claim, takes_watch=request.takes_watch)
+            is_due = time.monotonic() - self.view.asked_at_s >= read_every_s(len(self.members))
+            if self.view.watcher_since_s is not None and (must_read or is_due):
+                self._read_beats(store, lost)
+                self._report_cycle(board)
+            elif self.view.watcher_since_s is None and must_read:
+                beats = _read_beats_of(store, self._neighbours)
+                self.view = self.view._replace(beats={**self.view.beats, **beats})
+        # A new view even if nothing has changed: it shows that the store has answered.
+        self.view = self.view._replace(finding=decode_finding(finding) if finding else None)
+
+    def _note_arrivals(self, store: Store, board: Store, num_present: int, num_on_host: int = 0) -> None:
+        """Note how many ranks have come, and read the first beats of those of this host."""
+        keys = [f"{self._host}/{index}" for index in range(num_on_host)]
+        is_listed = len(self._neighbours) == max(0, num_on_host - 1)
+        if not is_listed and board.check(keys):  # a rank is counted a moment before it is listed
+            self._neighbours = sorted({int(rank) for rank in board.multi_get(keys)} - {self.rank})
+            self.view = self.view._replace(beats=_read_beats_of(store, self._neighbours))
+            is_listed = True
+        self._all_present = is_listed and num_present == len(self.members)
+        self.view = self.view._replace(num_present=num_present)
+
+    def _renew_claim(self, board: Store, claim: bytes, *, takes_watch: bool) -> _Claim | None:
+        """Become or remain the watcher if no other rank is; return the claim of a watcher that this one replaces."""
+        now_s, longest_gap_s = time.monotonic(), max(LONGEST_GAP_S, 2 * look_every_s(len(self.members)))
+        gap_s, self._looked_at_s = min(now_s - self._looked_at_s, longest_gap_s), now_s
+        self._claim_silent_s = self._claim_silent_s + gap_s if claim == self._claim else 0.0
+        self._claim = claim
+        known, since_s = _Claim(*json.loads(claim)) if claim else None, self.view.watcher_since_s
+        is_own = known is not None and known.rank == self.rank
+        has_lapsed = self._claim_silent_s > max(_CLAIM_S, _CLAIM_LOOKS * look_every_s(len(self.members)))
+        if known is None or is_own or has_lapsed or (takes_watch and not known.is_urgent):
+            self._num_claims += 1
+            is_urgent = takes_watch or (is_own and known is not None and known.is_urgent)
+            wanted = json.dumps(_Claim(self.rank, self._num_claims, is_urgent))
+            self._claim = board.compare_set(f"watch/{self._group}", claim.decode(), wanted)
+            is_watcher = self._claim.decode() == wanted
+        else:
+            is_watcher = False
+        self.view = self.view._replace(watcher_since_s=(since_s or now_s) if is_watcher else None)
+        return known if is_watcher and has_lapsed and not is_own else None
+
+    def _drop_claim(self, board: Store) -> None:
+        if self.view.watcher_since_s is not None:
+            self._claim = board.compare_set(f"watch/{self._group}", self._claim.decode(), "")
+            self.view = self.view._replace(watcher_since_s=None)
 
     def _write_finding(self, board: Store, finding: Finding, tokens: Iterable[str] = ()) -> None:
         """Write a finding for this wrapper and others. If one of them has a finding already, all get that one."""
@@ -248,21 +362,30 @@ class Heartbeat:
             text = board.compare_set(f"finding/{token}", "", text).decode()
 
     def _write_block(self, board: Store, label: str | None) -> None:
-        wrapper = f"{self.name} over group {self._group_name!r} of ranks {list(self.members)}"
-        self._block = None if label is None else Block(self._token, wrapper, label, self.members)
+        self._block = None if label is None else Block(self._token, self._group, label)
         board.set(_rank_key(self.members[self.rank]), json.dumps(self._block))
 
-    def _read_beats(self, store: Store) -> None:
+    def _read_beats(self, store: Store, lost: _Claim | None) -> None:
+        """Read the beats of all ranks.
+
+        Args:
+            lost: the claim of a watcher that has not renewed it. Ranks of its host may have been lost with it.
+        """
         asked_at_s, others = time.monotonic(), set(range(len(self.members))) - {self.rank}
-        values = _read(store, others, known=set(self.view.beats))
+        values = _read(store, others, known=others if self._all_present else set(self.view.beats))
         beats = {rank: decode_beat(value) for rank, value in values.items()}
-        self.view = self.view._replace(asked_at_s=asked_at_s, beats=beats)
+        silent_before_s = dict[int, float]()
+        if lost is not None and lost.rank in beats:
+            host, silent_s = beats[lost.rank].process.host, self._claim_silent_s
+            silent_before_s = {rank: silent_s for rank, beat in beats.items() if beat.process.host == host}
+        self.view = self.view._replace(asked_at_s=asked_at_s, beats=beats, silent_before_s=silent_before_s)
 
     def _report_cycle(self, board: Store) -> None:
         """Write a finding to all ranks of a cycle of waits. It must be seen twice, because the board may be out of date."""
         cycle, self._cycle = self._cycle, self._find_cycle(board)
         if cycle and cycle == self._cycle:
-            places = [f"rank {rank} waits for {block.label} of {block.wrapper}" for rank, block in sorted(cycle.items())]
+            texts = {block.group: _read_group(board, block.group)[0] for block in cycle.values()}
+            places = [f"rank {rank} waits for {block.label} of {texts[block.group]}" for rank, block in sorted(cycle.items())]
             cause = (
                 f"ranks wait for one another: {'; '.join(places)}. Every rank must use its wrappers, and make collective "
                 "calls, in the same order"
@@ -272,29 +395,60 @@ class Heartbeat:
             self._write_finding(board, error, [block.token for block in cycle.values()])
 
     def _find_cycle(self, board: Store) -> dict[int, Block]:
-        """Return global ranks that wait for each other in a cycle of wrappers, this rank first; empty if there is none.
+        """Return global ranks that wait for each other in a cycle of wrappers; empty if this rank waits for none.
 
-        Each rank waits for all members of its wrapper that wait in another one; a path back to this rank is a deadlock.
+        Each rank waits for all members of its group that wait in another wrapper, so a cycle of groups is one of ranks.
         """
         if self._block is None:
             return {}
-        own = self.members[self.rank]
         # Blocks of ranks that have not written a beat yet are from before a restart.
-        read = {member for rank, member in enumerate(self.members) if rank not in self.view.beats}
-        blocks, ahead = {own: self._block}, deque([own])
-        paths: dict[int, tuple[int, ...]] = {own: (own,)}
+        read = {member for rank, member in enumerate(self.members) if rank not in self.view.beats and rank != self.rank}
+        blocks: dict[int, Block] = {}
+        waits_for: dict[str, dict[str, int]] = {}  # by group: other groups, and a member that waits in each
+        ahead = [self._block]
         while ahead:
-            rank = ahead.popleft()
-            blocks |= _read_blocks(board, set(blocks[rank].members) - read)
-            read.update(blocks[rank].members)
-            for other in blocks[rank].members:
-                if other in blocks and blocks[other].token != blocks[rank].token:
-                    if other == own:
-                        return {member: blocks[member] for member in paths[rank]}
-                    if other not in paths:
-                        paths[other] = (*paths[rank], other)
-                        ahead.append(other)
-        return {}
+            token, group, _ = ahead.pop()
+            members = self.members if group == self._group else _read_group(board, group)[1]
+            blocks |= _read_blocks(board, set(members) - read)
+            read.update(members)
+            waits_for[group] = {}
+            for member in members:
+                block = blocks.get(member)
+                if block is not None and block.token != token:
+                    waits_for[group].setdefault(block.group, member)
+                    if block.group not in waits_for and block not in ahead:
+                        ahead.append(block)
+        return {rank: blocks[rank] for rank in _ranks_of_cycle(waits_for)}
+
+
+def _ranks_of_cycle(waits_for: Mapping[str, Mapping[str, int]]) -> list[int]:
+    """Return a rank for each edge of a cycle of groups; none if there is no cycle.
+
+    >>> _ranks_of_cycle({"a": {"b": 1}, "b": {"c": 2, "a": 0}, "c": {}})
+    [0, 1]
+    """
+    waits_for = dict(waits_for)
+    while ends := [group for group, others in waits_for.items() if not others.keys() & waits_for.keys()]:
+        for group in ends:
+            del waits_for[group]
+    path, group = dict[str, int](), min(waits_for, default="")
+    while waits_for and group not in path:
+        other = min(waits_for[group].keys() & waits_for.keys())
+        path[group] = waits_for[group][other]
+        group = other
+    return sorted(set(list(path.values())[list(path).index(group) :])) if path else []
+
+
+def _read_group(board: Store, group: str) -> tuple[str, Sequence[int]]:
+    """Return how a group of ranks is called in errors, and its global ranks."""
+    key = f"group/{group}"
+    name, members = json.loads(board.get(key)) if board.check([key]) else ("", [])
+    return name, members
+
+
+def _read_beats_of(store: Store, ranks: Sequence[int]) -> dict[int, Beat]:
+    """Return the beats of ranks that have written one."""
+    return {rank: decode_beat(value) for rank, value in _read(store, set(ranks), known=set(ranks)).items()}
 
 
 def _read_blocks(board: Store, ranks: set[int]) -> dict[int, Block]:
@@ -309,11 +463,17 @@ def _read(store: Store, ranks: set[int], known: set[int]) -> dict[int, bytes]:
     Args:
         known: ranks that are known to have written.
     """
-    asked = ranks - known
-    if asked and not store.check([_rank_key(rank) for rank in asked]):
-        ranks = known | {rank for rank in asked if store.check([_rank_key(rank)])}
-    values = store.multi_get([_rank_key(rank) for rank in sorted(ranks)]) if ranks else []
-    return dict(zip(sorted(ranks), values, strict=True))
+    asked = [_rank_key(rank) for rank in ranks - known]
+    if not all(store.check(keys) for keys in _requests(asked)):
+        ranks = known | {rank for rank in ranks - known if store.check([_rank_key(rank)])}
+    in_order = sorted(ranks)
+    values = [value for keys in _requests([_rank_key(rank) for rank in in_order]) for value in store.multi_get(keys)]
+    return dict(zip(in_order, values, strict=True))
+
+
+def _requests(keys: list[str]) -> Iterator[list[str]]:
+    """Cut a long list of keys."""
+    return (keys[start : start + _KEYS_PER_REQUEST] for start in range(0, len(keys), _KEYS_PER_REQUEST))
 
 
 def _rank_key(rank: int) -> str:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from megabucket.comm.communicator import Finding
@@ -18,8 +19,10 @@ LONGEST_GAP_S: Final = 1.0
 _LOOKS_AT_DEAD: Final = 2  # consecutive dead observations required; data it sent may be in flight
 _LOOKS_AT_ENDED: Final = 10  # the same for a rank that exited cleanly after launching the collective in question
 _BEATS_ALIVE: Final = 2  # a rank that is silent for more beats is not said to be alive
+_BEATS_SILENT: Final = 2.5  # beats of ranks that were lost together are up to a period apart
+_LOOK_EVERY_S: Final = 0.02
+_LOOKS_PER_S: Final = 10_000  # all ranks may wait at once: see docs/scale.md
 _READ_EVERY_S: Final = 0.2
-_READ_S_PER_RANK: Final = 0.01  # all ranks may be blocked at once, and each reads one value per rank
 
 
 # Processes of the same host #
@@ -99,16 +102,29 @@ class Beat(NamedTuple):
 
 
 class View(NamedTuple):
-    """The contents of the store at one moment."""
+    """The contents of the store at one moment.
 
-    asked_at_s: float  # time.monotonic() before the store was asked for ``beats``
+    Of all waiting ranks of a wrapper one, the watcher, reads the beats of all ranks. The others know those of their own host.
+    """
+
+    asked_at_s: float  # time.monotonic() before the store was last asked for the beats of all ranks
     beats: Mapping[int, Beat]
     finding: Finding | None = None
+    num_present: int = 0  # ranks that have written a beat
+    watcher_since_s: float | None = None  # time.monotonic() since this rank has been the watcher
+    silent_before_s: Mapping[int, float] = MappingProxyType(
+        {}
+    )  # silence of ranks before this watcher took over from a lost one
+
+
+def look_every_s(num_ranks: int) -> float:
+    """Return how often a waiting rank looks for a finding and for the watcher, in seconds."""
+    return max(_LOOK_EVERY_S, num_ranks / _LOOKS_PER_S)
 
 
 def read_every_s(num_ranks: int) -> float:
-    """Return how often a waiting rank reads the store, in seconds: all ranks may wait at once."""
-    return max(_READ_EVERY_S, _READ_S_PER_RANK * num_ranks)
+    """Return how often the watcher reads the beats of all ranks, in seconds."""
+    return max(_READ_EVERY_S, look_every_s(num_ranks))
 
 
 # Observations #
@@ -138,6 +154,7 @@ class Observations:
         self._others = [other for other in range(size) if other != rank]
         self._is_gone = is_gone
         self._longest_gap_s = max(LONGEST_GAP_S, 2 * read_every_s(size))
+        self._watcher_since_s: float | None = None
         self._peers: dict[int, _Peer] = {}
         self._looked_at_s = self._asked_at_s = 0.0
         self._view: View | None = None
@@ -148,15 +165,24 @@ class Observations:
         """Check the processes and take over a view of the store."""
         # A long gap between two checks counts as a short one: then this process was stopped, and the others may be alive.
         gap_s = min(at_s - self._looked_at_s, LONGEST_GAP_S)
-        view_gap_s = min(view.asked_at_s - self._asked_at_s, self._longest_gap_s)
+        # Only the watcher reads beats again and again, so only its own time as such counts.
+        has_watched = view.watcher_since_s is not None and view.watcher_since_s == self._watcher_since_s
+        view_gap_s = min(view.asked_at_s - self._asked_at_s, self._longest_gap_s) if has_watched else 0.0
+        self._watcher_since_s = view.watcher_since_s
         self.store_silent_s = self.store_silent_s + gap_s if view is self._view else 0.0
         self._looked_at_s, self._asked_at_s, self._view = at_s, view.asked_at_s, view
         for rank, beat in view.beats.items():
             is_new = rank not in self._peers
             peer = self._peers.setdefault(rank, _Peer(beat))
             peer.looks_at_dead = peer.looks_at_dead + 1 if self._is_gone(beat.process) else 0
-            peer.silent_s = 0.0 if is_new or beat.number != peer.beat.number else peer.silent_s + view_gap_s
+            silent_s = 0.0 if is_new or beat.number != peer.beat.number else peer.silent_s + view_gap_s
+            peer.silent_s = max(silent_s, view.silent_before_s.get(rank, 0.0))
             peer.beat = beat
+
+    @property
+    def is_store_silent(self) -> bool:
+        """Whether the store has not answered for longer than it usually takes."""
+        return self.store_silent_s >= self._longest_gap_s
 
     def gone(self) -> dict[int, str]:
         """Return the ranks that are certainly dead, or have left without launching the collective in question.
@@ -169,7 +195,9 @@ class Observations:
             has_left_early = beat.has_left and beat.num_launched < self._number
             is_sure |= has_left_early or peer.looks_at_dead >= (_LOOKS_AT_ENDED if beat.has_left else _LOOKS_AT_DEAD)
             if is_dead and not beat.has_left:
-                crashed[rank] = f"died: process {beat.process.pid} on {beat.process.host} is gone{beat.last_seen}"
+                # Without the store, ranks know different beats of it; their texts must be alike.
+                last_seen = "" if self.store_silent_s else beat.last_seen
+                crashed[rank] = f"died: process {beat.process.pid} on {beat.process.host} is gone{last_seen}"
             elif is_dead or has_left_early:
                 left[rank] = self._how_left(beat)
         return (crashed or left) if is_sure else {}
@@ -185,12 +213,15 @@ class Observations:
         )
 
     def silent(self, limit_s: float, verb: str = "froze") -> dict[int, str]:
-        """Return the ranks that should write beats and have written none for ``limit_s``."""
-        return {
+        """Return the ranks that should write beats and have written none for ``limit_s``, and those lost together with them."""
+        silent = {
             rank: f"{verb}: no sign of life for {limit_s:.3g} s{peer.beat.last_seen}"
             for rank, peer in self._peers.items()
-            if peer.silent_s >= limit_s and peer.beat.every_s is not None and not peer.beat.has_left
+            if peer.beat.every_s is not None
+            and not peer.beat.has_left
+            and peer.silent_s >= min(limit_s, max(limit_s - peer.beat.every_s, _BEATS_SILENT * peer.beat.every_s))
         }
+        return silent if any(self._peers[rank].silent_s >= limit_s for rank in silent) else {}
 
     def absent(self) -> dict[int, str]:
         """Return the ranks that never wrote a beat."""

@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 from megabucket.comm.communicator import Finding
 from megabucket.comm.liveness.heartbeat import Heartbeat
-from megabucket.comm.liveness.observations import LONGEST_GAP_S, Observations, is_gone
+from megabucket.comm.liveness.observations import Observations, is_gone, look_every_s
 from megabucket.errors import ConfigError, ForkedProcessError, MegabucketError, PeerLostError, log_once
 
 _SLICE: Final = timedelta(milliseconds=100)
@@ -169,7 +169,7 @@ class PeerWatch:
             raise self._conclude(self._diagnose(observations, str(error))) from error
         finally:
             if observations is not None:
-                self._leave_board(observations)
+                self._end(observations)
 
     def wait_for_all_ranks(self, label: str) -> None:
         """Return when every rank has written its first beat, as it does when it wraps.
@@ -179,13 +179,13 @@ class PeerWatch:
         """
         observations, deadline_s = self._begin(label, 0), time.monotonic() + self._group_timeout_s
         try:
-            while len(self.heartbeat.view.beats) < len(self.heartbeat.members) - 1:
+            while self.heartbeat.view.num_present < len(self.heartbeat.members):
                 if time.monotonic() > deadline_s:
-                    raise self._conclude(self._too_late(observations))
+                    raise self._conclude(self._diagnose(observations, _TIME_LIMIT[0]))
                 self._look(observations)
                 time.sleep(0.005)
         finally:
-            self._leave_board(observations)
+            self._end(observations)
 
     def report_unreachable(self, states: Mapping[int, str], *, label: str, number: int) -> Finding:
         """Return the error to raise because ranks cannot be reached by other means than gloo. The same on all ranks."""
@@ -238,7 +238,8 @@ class PeerWatch:
 
     def _warn_of_stragglers(self, observations: Observations, waited_s: float) -> None:
         limit_s = self._liveness.straggler_warning_s
-        if observations.has_warned or limit_s is None or waited_s < limit_s:
+        is_watcher = self.heartbeat.view.watcher_since_s is not None  # the others do not know who is late
+        if observations.has_warned or limit_s is None or waited_s < limit_s or not is_watcher:
             return
         observations.has_warned = True
         findings = [f"rank {self._number_of(rank)} {state}" for rank, state in observations.late().items()]
@@ -246,7 +247,8 @@ class PeerWatch:
         rank = self._number_of(self.heartbeat.rank)
         log_once(f"[rank {rank}] has waited {waited_s:.3g} s for {self._waiting_for(observations)}: {late}. The wait goes on.")
 
-    def _leave_board(self, observations: Observations) -> None:
+    def _end(self, observations: Observations) -> None:
+        self.heartbeat.leave_watch()
         if observations.is_on_board:
             self.heartbeat.block(None)
 
@@ -262,27 +264,32 @@ class PeerWatch:
         Gloo does not say which rank was lost. A process that dies closes its connections before it appears dead.
         """
         limit_s = max(_DIAGNOSIS_S, _DIAGNOSIS_BEATS * (self.heartbeat.every_s or 0.0))
-        deadline_s = time.monotonic() + limit_s
-        while (finding := self.finding or self._refresh(observations)) is None:
+        started_s = time.monotonic()
+        while (finding := self.finding or self._refresh(observations, takes_watch=True)) is None:
             if states := observations.gone():
                 return self._settle(observations, states)
-            if is_time_limit(failure):
+            # The other ranks wait for the finding of the one that reads all beats.
+            since_s = self.heartbeat.view.watcher_since_s
+            if since_s is not None and is_time_limit(failure):
                 return self._too_late(observations)
-            if time.monotonic() > deadline_s:
+            waited_s = time.monotonic() - max(started_s, since_s or 0.0)
+            if since_s is not None and waited_s > limit_s:
                 silent_s = limit_s - (self.heartbeat.every_s or 0.0)
                 states = observations.silent(silent_s, "went away") or observations.left() or observations.absent()
                 return self._settle(observations, states, _first_sentence(failure))
-            time.sleep(0.02)
+            if observations.store_silent_s and waited_s > limit_s:
+                return self._settle(observations, {}, _first_sentence(failure))
+            time.sleep(look_every_s(len(self.heartbeat.members)))
         return finding
 
     def _too_late(self, observations: Observations) -> Finding:
         states = {rank: f"did not come in time: it {state}" for rank, state in observations.late().items()}
         return self._settle(observations, states, f"the time limit of the process group ({self._group_timeout_s:g} s) was over")
 
-    def _refresh(self, observations: Observations) -> Finding | None:
+    def _refresh(self, observations: Observations, *, takes_watch: bool = False) -> Finding | None:
         """Check again with a new view of the store; return the finding of any rank. A silent store is not asked again."""
         heartbeat = self.heartbeat
-        if observations.store_silent_s < LONGEST_GAP_S and heartbeat.ask(_ANSWER_S) is None:
+        if not observations.is_store_silent and heartbeat.ask(_ANSWER_S, takes_watch=takes_watch) is None:
             observations.store_silent_s += _ANSWER_S
         observations.note(heartbeat.view, time.monotonic())
         return heartbeat.view.finding
