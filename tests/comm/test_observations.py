@@ -50,6 +50,16 @@ class TestSilence:
 
         assert set(scene.look(after_s=0.5).silent(0.4)) == {2}
 
+    def test_ranks_that_were_lost_together_are_named_together(self, scene):
+        """Their last beats are up to a period apart, here 0.5 s."""
+        scene.look()
+        scene.look(times=4)
+        scene.beat(1)
+        scene.look(times=26)
+
+        assert set(scene.seen.silent(2.9)) == {1, 2}  # silent for 2.5 and 3.0 s
+        assert scene.seen.silent(3.1) == {}
+
     def test_another_beat_ends_it(self, scene):
         scene.look(times=10)
         scene.beat(1)
@@ -125,7 +135,7 @@ class TestFrozen:
         assert list(scene.seen.silent(1.3)) == [2]  # seen first at 0.1 s, and now it is 1.5 s
         assert scene.seen.silent(1.5) == {}
         assert scene.seen.silent(1.3) == {
-            2: "froze: no sign of life for 1.3 s; last seen in backward, step 12, bucket 2 (it says so every 0.5 s)"
+            2: "froze: no sign of life for 1.3 s; last seen in backward, step 12, bucket 2 (it says so every 0.5 s), on node (1)"
         }
 
     def test_a_rank_that_left_owes_no_beats(self, scene):
