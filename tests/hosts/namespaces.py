@@ -5,7 +5,7 @@
     alpha  10.99.0.1  eth0 <--- veth pair, each end limited to a rate ---> eth0  10.99.0.2  beta
 
 A host lives as long as its first process, which reads a pipe of this process: whatever ends this process ends the hosts, all
-their processes and the link. Needs root, util-linux and iproute2.
+their processes and the link. Needs root, util-linux 2.38 and iproute2.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Traffic(NamedTuple):
 
     @property
     def sent_payload_bytes(self) -> int:
-        """Bytes sent without the headers of their packets. A packet may be longer than the wire allows: the kernel cuts late."""
+        """Bytes sent, without headers. On a wire there are more headers: the kernel hands packets of up to 64 KiB to the link."""
         return self.sent_bytes - FRAME_HEADER_BYTES * self.sent_packets
 
 
@@ -66,6 +66,7 @@ class Host:
         children = Path(f"/proc/{self._unshare.pid}/task/{self._unshare.pid}/children").read_text()
         self.pid = int(children.split()[0])
         """Of its first process, as seen from outside."""
+        self._started: list[subprocess.Popen[bytes]] = []
 
     @property
     def entry(self) -> list[str]:
@@ -88,7 +89,9 @@ class Host:
     def start(self, command: Sequence[str], output: Path, **environment: str) -> subprocess.Popen[bytes]:
         """Start a command whose output goes into a file."""
         with output.open("wb") as file:
-            return subprocess.Popen([*self.entry, *command], env=os.environ | environment, stdout=file, stderr=file)
+            started = subprocess.Popen([*self.entry, *command], env=os.environ | environment, stdout=file, stderr=file)
+        self._started.append(started)
+        return started
 
     def traffic(self, interface: str = INTERFACE) -> Traffic:
         """Return the counters of an interface."""
@@ -105,7 +108,8 @@ class Host:
     def close(self) -> None:
         """Take the host down with all its processes. Idempotent."""
         _pipe(self._unshare.stdin).close()
-        self._unshare.wait(10)
+        for process in (self._unshare, *self._started):
+            process.wait(30)
         _pipe(self._unshare.stdout).close()
 
 
