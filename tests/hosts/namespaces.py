@@ -44,7 +44,7 @@ class Traffic(NamedTuple):
 
     @property
     def sent_payload_bytes(self) -> int:
-        """Bytes sent, without headers. On a wire there are more headers: the kernel hands packets of up to 64 KiB to the link."""
+        """Bytes sent, without headers. A real wire has more of them: here a packet may have 64 KiB."""
         return self.sent_bytes - FRAME_HEADER_BYTES * self.sent_packets
 
 

@@ -165,8 +165,8 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def train_until_a_host_is_lost(
     run: Run, hosts: Sequence[Host], lost: Host, *, is_silent: bool, dead_after_s: float = DEAD_AFTER_S
-) -> str:
-    """Start on both hosts, lose one, and return what the other one said when its agent has ended.
+) -> list[str]:
+    """Start on both hosts, lose one, and return the errors of the ranks on the other one when its agent has ended.
 
     Args:
         is_silent: the link is cut first, so that no connection is reset; else the network of the lost host answers.
@@ -183,18 +183,18 @@ def train_until_a_host_is_lost(
         lost.unplug()
     lost.kill_all()
     lost_s = time.monotonic()
-    await_that(lambda: output.read_text().count("error: ") == NUM_LOCAL, "the error of each rank", output)
+    await_that(lambda: "error: " in output.read_text(), "an error", output)
     named_s = time.monotonic() - lost_s
     assert agent.wait(LIMIT_S) == 1
     said = output.read_text()
-    (error,) = {line for line in said.splitlines() if line.startswith("error: ")}
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
     print(f"named after {named_s:.1f} s (dead_after_s={dead_after_s:g}); agent ended after {time.monotonic() - lost_s:.1f} s")
-    print(error.partition(". The process group")[0])
+    print(*(error.partition(". The process group")[0] for error in errors), sep="\n")
     # The wait that notices the loss begins up to a step after it.
     step_s = max(line["step_s"] for line in run.log("step"))
     assert named_s <= min(DEAD_AFTER_S, dead_after_s) + step_s + SLACK_S
     assert "exitcode  : 5 " in said  # in torchrun's report: a peer was lost
-    return error
+    return errors
 
 
 def resume(run: Run, host: Host, straight: Run) -> None:
@@ -225,27 +225,30 @@ def resume(run: Run, host: Host, straight: Run) -> None:
 def test_a_host_that_goes_away_is_named_and_the_other_one_resumes(tmp_path, straight):
     run = Run(tmp_path)
     with two_hosts(SLOW_MBIT) as (alpha, beta):
-        error = train_until_a_host_is_lost(run, (alpha, beta), beta, is_silent=True)
+        errors = train_until_a_host_is_lost(run, (alpha, beta), beta, is_silent=True)
 
-        assert error.startswith("error: rank 2 froze: no sign of life for 4 s; last seen in ")
-        assert "; rank 3 froze: " in error
-        assert error.count(", on beta") == 2
+        for error in errors:
+            assert error.startswith("error: rank 2 froze: no sign of life for 4 s; last seen in ")
+            assert "; rank 3 froze: " in error
+            assert error.count(", on beta") == 2
         resume(run, alpha, straight)
 
 
 def test_the_host_of_the_store_is_named_when_it_goes_away_and_the_other_one_resumes(tmp_path, straight):
     run = Run(tmp_path)
     with two_hosts(SLOW_MBIT) as (alpha, beta):
-        error = train_until_a_host_is_lost(run, (alpha, beta), alpha, is_silent=True)
+        errors = train_until_a_host_is_lost(run, (alpha, beta), alpha, is_silent=True)
 
-        assert f"the store of the process group has not answered for 4 s: its host {alpha.address} may be gone" in error
+        for error in errors:
+            assert f"the store of the process group has not answered for 4 s: its host {alpha.address} may be gone" in error
         resume(run, beta, straight)
 
 
 def test_a_host_whose_processes_are_killed_is_named_before_its_silence_is_long_enough(tmp_path):
     with two_hosts(SLOW_MBIT) as (alpha, beta):
-        error = train_until_a_host_is_lost(Run(tmp_path), (alpha, beta), beta, is_silent=False, dead_after_s=60.0)
+        errors = train_until_a_host_is_lost(Run(tmp_path), (alpha, beta), beta, is_silent=False, dead_after_s=60.0)
 
-    assert error.startswith("error: rank 2 went away: no sign of life for ")
-    assert "; rank 3 went away: " in error
-    assert error.count(", on beta") == 2
+    for error in errors:
+        assert error.startswith("error: rank 2 went away: no sign of life for ")
+        assert "; rank 3 went away: " in error
+        assert error.count(", on beta") == 2

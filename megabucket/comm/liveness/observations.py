@@ -18,7 +18,7 @@ LONGEST_GAP_S: Final = 1.0
 _LOOKS_AT_DEAD: Final = 2  # consecutive dead observations required; data it sent may be in flight
 _LOOKS_AT_ENDED: Final = 10  # the same for a rank that exited cleanly after launching the collective in question
 _BEATS_ALIVE: Final = 2  # a rank that is silent for more beats is not said to be alive
-_BEATS_SILENT: Final = 2.5  # beats of ranks that were lost together are up to a period apart
+_BEATS_SILENT: Final = 2.5  # at least; beats of ranks that were lost together are up to a period apart, or a little more
 _READ_EVERY_S: Final = 0.2
 _READ_S_PER_RANK: Final = 0.01  # all ranks may be blocked at once, and each reads one value per rank
 
@@ -192,7 +192,7 @@ class Observations:
             for rank, peer in self._peers.items()
             if peer.beat.every_s is not None
             and not peer.beat.has_left
-            and peer.silent_s >= min(limit_s, max(limit_s - peer.beat.every_s, _BEATS_SILENT * peer.beat.every_s))
+            and peer.silent_s >= min(limit_s, max(limit_s - 2 * peer.beat.every_s, _BEATS_SILENT * peer.beat.every_s))
         }
         return silent if any(self._peers[rank].silent_s >= limit_s for rank in silent) else {}
 
