@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from megabucket.comm.samehost import LEAST_BYTES
 from .measured import BUCKET_NUMEL
 from .namespaces import INTERFACE, Host, Traffic, two_hosts, why_not
 
-pytestmark = [pytest.mark.nightly, pytest.mark.dist]
+pytestmark = [pytest.mark.nightly, pytest.mark.dist, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
@@ -27,7 +28,7 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": INTERFACE,
     "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
 }
-LIMIT_S = 240.0  # for a start of four interpreters on a loaded machine
+LIMIT_S = 540.0  # of one run of four ranks, on a machine with a load of 50 for each core
 
 NUM_LOCAL = 2
 STEPS, EVERY_STEPS, LOST_AFTER_STEPS = 20, 4, 6
@@ -197,6 +198,14 @@ def train_until_a_host_is_lost(
     return errors
 
 
+def check_names(error: str, state: str, host: Host) -> None:
+    """Check that ranks of the second host are named, those in the group of the collective that was waited for, and the host."""
+    ranks = re.findall(rf"rank (\d+) {re.escape(state)}", error)
+    assert ranks
+    assert set(ranks) <= {"2", "3"}
+    assert error.count(f", on {host.name}") == len(ranks)
+
+
 def resume(run: Run, host: Host, straight: Run) -> None:
     """Resume on one host and compare with the straight run."""
     num_done, started_s, output = len(run.log("step")), time.monotonic(), run.directory / "resumed"
@@ -228,9 +237,7 @@ def test_a_host_that_goes_away_is_named_and_the_other_one_resumes(tmp_path, stra
         errors = train_until_a_host_is_lost(run, (alpha, beta), beta, is_silent=True)
 
         for error in errors:
-            assert error.startswith("error: rank 2 froze: no sign of life for 4 s; last seen in ")
-            assert "; rank 3 froze: " in error
-            assert error.count(", on beta") == 2
+            check_names(error, "froze: no sign of life for 4 s; last seen in ", beta)
         resume(run, alpha, straight)
 
 
@@ -249,6 +256,4 @@ def test_a_host_whose_processes_are_killed_is_named_before_its_silence_is_long_e
         errors = train_until_a_host_is_lost(Run(tmp_path), (alpha, beta), beta, is_silent=False, dead_after_s=60.0)
 
     for error in errors:
-        assert error.startswith("error: rank 2 went away: no sign of life for ")
-        assert "; rank 3 went away: " in error
-        assert error.count(", on beta") == 2
+        check_names(error, "went away: no sign of life for ", beta)
