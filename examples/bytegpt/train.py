@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import megabucket as mb
 from examples.bytegpt.checkpoints import RunSaver, resume
@@ -19,6 +20,7 @@ from examples.bytegpt.steps import StepLoop, Trainee
 from examples.bytegpt.task import Task, make_optimizers, make_task, trainable_model
 from megabucket.errors import ConfigError
 from megabucket.measure.ranks import Ranks
+from megabucket.planning.run_config import shard_counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,8 @@ def run_training(config: DemoConfig, ranks: Ranks, *, progress: Progress, compar
 def _train(task: Task, progress: Progress, log: MetricsLog, *, compares: bool) -> Report:
     config, program = task.config, task.config.program
     progress.note(task.corpus.describe())
-    model = mb.DistributedDataParallel(task.build_model(), config.ddp.model_copy(update={"step_traces": True}))
+    ddp = config.ddp.model_copy(update={"step_traces": True})
+    model = mb.DistributedDataParallel(task.build_model(), ddp, process_group=_replicas_of_shards(task))
     torch_optimizers = make_optimizers(program.optimizer, dict(model.named_parameters()))
     optimizer = mb.DistributedOptimizer(torch_optimizers, model, clip_grad=program.optimizer.clip_grad)
 
@@ -128,6 +131,15 @@ def _train(task: Task, progress: Progress, log: MetricsLog, *, compares: bool) -
     comparison = compare_with_torch(task, summary, weights, progress)
     log.write("comparison", asdict(comparison))
     return Report(summary, comparison)
+
+
+def _replicas_of_shards(task: Task) -> DeviceMesh | None:
+    """Return the ranks as a mesh (replicate, shard), whose rows are neighbours; ``None``: one replica of all ranks."""
+    num_instances, num_ranks = task.config.num_distributed_optimizer_instances, task.ranks.num_ranks
+    if num_instances == 1:
+        return None
+    num_shards = shard_counts(num_ranks, {}, num_instances)["dense"]
+    return init_device_mesh(task.ranks.device.type, (num_instances, num_shards), mesh_dim_names=("replicate", "shard"))
 
 
 def _describe_setup(task: Task, model: mb.DistributedDataParallel) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,8 @@ _TIME_LIMIT_S: Final = 1800.0  # torch's default, for groups that do not tell th
 
 Run = Callable[[Callable[[], bool]], dict[int, str]]
 """Runs a batch, unless the argument says that it must stop; returns the problem of each rank that could not be read."""
+
+T = TypeVar("T")
 
 _call: Final = operator.methodcaller("__call__")
 _is_completed: Final = operator.methodcaller("is_completed")
@@ -252,7 +254,7 @@ class ProcessGroupCommunicator(_Channel):
             link.watch.wait_for_all_ranks("wrap")
             names = [f"{link.watch.heartbeat.name} {use}" for use in ("data", "control")]
             try:
-                link.own_groups = groups_like(living, names, link.timeout_s)
+                link.own_groups = _watched(link.watch, lambda: groups_like(living, names, link.timeout_s), label="wrap")
             except dist.DistError as error:
                 raise link.watch.report_store_failure(str(error).partition("\n")[0], label="wrap") from error
             if link.own_groups:
@@ -368,6 +370,34 @@ class RankLink:
                 self.watch.heartbeat.post(self.state.failure)  # the report may go with the connections of this process
             self.watch.heartbeat.stop(kept=self.own_groups if is_left else ())
         self.own_groups = []
+
+
+def _watched(watch: PeerWatch, call: Callable[[], T], *, label: str) -> T:
+    """Return the result of a call that waits for other ranks and for the store, in C++ and perhaps for ever.
+
+    It runs in a thread, while this one looks for lost ranks. After a loss the thread stays where it waits.
+
+    Raises:
+        MegabucketError: as ``PeerWatch.wait``.
+    """
+    results, failures = list[T](), list[Exception]()
+
+    def run(_: Callable[[], bool]) -> None:
+        try:
+            results.append(call())
+        except Exception as error:
+            failures.append(error)
+            raise
+
+    job = Job(run)
+    threading.Thread(target=job.run, args=(bool,), name=f"megabucket-{label}", daemon=True).start()
+    try:
+        watch.wait([job], label=label, number=0)
+    except RuntimeError as error:
+        if isinstance(error, MegabucketError) or not failures:
+            raise
+        raise failures[0] from None  # with its own type
+    return results[0]
 
 
 def _is_failing(state: RankState) -> bool:

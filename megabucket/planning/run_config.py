@@ -97,7 +97,8 @@ class RunConfig(Section):
 
     num_distributed_optimizer_instances: PositiveCount = 1
     """Replicas, each of which holds all shards, for the commands that plan: a shard is one of ``--dp-size`` divided by this
-    number, and gradients are reduced inside a replica first, then over them. Training takes it from its process groups."""
+    number, and gradients are reduced inside a replica first, then over them. Training takes it from its process groups; the
+    demo makes them by it."""
 
     program: Any = None
     """Settings of the training program, passed unread to the function of ``--workload``."""

@@ -41,9 +41,9 @@ def torchrun(*arguments, timeout_s=150):
     )
 
 
-def forked(directory, *arguments):
-    """Run the same on two ranks that are forked."""
-    return run_launched(train, (arguments,), directory / "said", warnings_are_errors=True)
+def forked(directory, *arguments, num_ranks=RANKS):
+    """Run the same on ranks that are forked, two if not said otherwise."""
+    return run_launched(train, (arguments,), directory / "said", num_ranks=num_ranks, warnings_are_errors=True)
 
 
 FENCE_BYTES = 6 * 8  # int64
@@ -93,6 +93,29 @@ def test_two_ranks_end_where_torch_ddp_ends_and_log_every_collective(
     # All-reduce and reduce-scatter + all-gather of S bytes both send S on two ranks; fence and norm are all-reduced.
     padded_bytes = 4 * round(log[0]["num_params"] / (1 - log[0]["padding_fraction"]))
     assert log[2]["wire_bytes"] == padded_bytes + sum(others_bytes)
+
+
+def test_shards_inside_two_replicas_end_where_torch_ddp_ends_and_send_their_part_to_the_other_replica(config_path, tmp_path):
+    arguments = ["-c", str(config_path), "mode=reduce_scatter", "num_distributed_optimizer_instances=2"]
+
+    result = forked(tmp_path, *arguments, "--compare", "torch-ddp", "--json", num_ranks=4)
+
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["comparison"]["max_abs_difference"] < 1e-5
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    padded_bytes = 4 * round(log[0]["num_params"] / (1 - log[0]["padding_fraction"]))
+    # Reduce-scatter and all-gather of S bytes between two shards send S, and the all-reduce of half of it over two replicas
+    # half of S. Fence and norm: docs/parallel-groups.md.
+    assert log[2]["wire_bytes"] == pytest.approx(1.5 * padded_bytes, abs=4 * FENCE_BYTES)
+
+
+def test_replicas_that_do_not_divide_the_ranks_are_refused(config_path, tmp_path):
+    arguments = ["-c", str(config_path), "mode=reduce_scatter", "num_distributed_optimizer_instances=3"]
+
+    result = forked(tmp_path, *arguments)
+
+    assert result.returncode == 2
+    assert "num_distributed_optimizer_instances=3 does not divide the ranks of dense: 2" in result.stderr
 
 
 @pytest.mark.nightly

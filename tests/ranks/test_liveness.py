@@ -15,12 +15,14 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from crew import Message, Place, crew
 
+import megabucket.comm.torch
 from megabucket.comm import AllReduce, Handle, Liveness, ProcessGroupCommunicator
 from megabucket.errors import ForkedProcessError, GroupDestroyedError, PeerLostError
 
@@ -332,6 +334,58 @@ def test_a_store_that_does_not_answer_any_more_ends_the_wait_with_an_error_that_
     assert error.ranks == ()
     assert "the store of the process group has not answered for 1.5 s" in error.during
     assert message.at_s - at_s <= QUICK.dead_after_s + 1
+
+
+# Lost while groups are made #
+
+
+def make_groups_after_a_word(place: Place) -> None:
+    """Wrap, which makes groups: torch then waits for the other ranks and the store by itself."""
+    make_groups = megabucket.comm.torch.groups_like
+
+    def after_a_word(*arguments: Any) -> list[dist.ProcessGroup]:
+        place.report("makes groups")
+        place.wait_for_word()
+        return make_groups(*arguments)
+
+    with patch.object(megabucket.comm.torch, "groups_like", after_a_word):
+        ProcessGroupCommunicator(None, liveness=QUICK, owns_groups=True)
+
+
+def test_a_process_that_dies_before_it_makes_its_groups_is_noticed_while_the_others_make_theirs():
+    with crew(make_groups_after_a_word, ranks=3) as ours:
+        ours.expect_all("makes groups")
+        killed_s = ours.signal(2, signal.SIGKILL)
+        ours.tell(0)
+        ours.tell(1)
+        messages = ours.expect_all("raised", [0, 1])
+
+    errors = lost_errors(messages)
+    assert [error.ranks for error in errors] == [(2,), (2,)]
+    assert "while waiting for wrap" in errors[0].during
+    assert max(message.at_s for message in messages) - killed_s <= DEAD_NOTICED_S
+
+
+def test_a_store_that_stops_answering_while_groups_are_made_ends_the_wait():
+    context = multiprocessing.get_context("forkserver")
+    ours_end, theirs = context.Pipe()
+    host = context.Process(target=host_a_store, args=(theirs,), daemon=True)
+    host.start()
+    try:
+        with crew(make_groups_after_a_word, ranks=2, tcp_port=ours_end.recv()) as ours:
+            ours.expect_all("makes groups")
+            os.kill(host.pid or 0, signal.SIGSTOP)
+            at_s = time.monotonic()
+            ours.tell(0)
+            ours.tell(1)
+            messages = ours.expect_all("raised")
+    finally:
+        host.kill()
+        host.join()
+
+    for error in lost_errors(messages):
+        assert "the store of the process group has not answered for 1.5 s: its host 127.0.0.1 may be gone" in error.during
+    assert max(message.at_s for message in messages) - at_s <= QUICK.dead_after_s + 1
 
 
 # Alive, but not there #

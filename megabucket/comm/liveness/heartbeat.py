@@ -138,6 +138,9 @@ class Heartbeat:
         self.name = self._token = ""
         """Of the wrapper, the same on all ranks."""
         self.process = identify_this_process()
+        bottom = _bottom_of(store)
+        self.store_host = f" {bottom.host}" if isinstance(bottom, TCPStore) else ""
+        """For error texts: a space and the host name or address of a TCP store, as it was given."""
         self.view = View(0.0, {})
         self.failure = ""
         """The error of the store that ended the thread."""

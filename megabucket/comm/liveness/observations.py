@@ -19,7 +19,7 @@ LONGEST_GAP_S: Final = 1.0
 _LOOKS_AT_DEAD: Final = 2  # consecutive dead observations required; data it sent may be in flight
 _LOOKS_AT_ENDED: Final = 10  # the same for a rank that exited cleanly after launching the collective in question
 _BEATS_ALIVE: Final = 2  # a rank that is silent for more beats is not said to be alive
-_BEATS_SILENT: Final = 2.5  # beats of ranks that were lost together are up to a period apart
+_BEATS_SILENT: Final = 2.5  # at least; beats of ranks that were lost together are up to a period apart, or a little more
 _LOOK_EVERY_S: Final = 0.02
 _LOOKS_PER_S: Final = 10_000  # all ranks may wait at once: see docs/scale.md
 _READ_EVERY_S: Final = 0.2
@@ -215,11 +215,11 @@ class Observations:
     def silent(self, limit_s: float, verb: str = "froze") -> dict[int, str]:
         """Return the ranks that should write beats and have written none for ``limit_s``, and those lost together with them."""
         silent = {
-            rank: f"{verb}: no sign of life for {limit_s:.3g} s{peer.beat.last_seen}"
+            rank: f"{verb}: no sign of life for {limit_s:.3g} s{peer.beat.last_seen}, on {peer.beat.process.host}"
             for rank, peer in self._peers.items()
             if peer.beat.every_s is not None
             and not peer.beat.has_left
-            and peer.silent_s >= min(limit_s, max(limit_s - peer.beat.every_s, _BEATS_SILENT * peer.beat.every_s))
+            and peer.silent_s >= min(limit_s, max(limit_s - 2 * peer.beat.every_s, _BEATS_SILENT * peer.beat.every_s))
         }
         return silent if any(self._peers[rank].silent_s >= limit_s for rank in silent) else {}
 

@@ -230,7 +230,7 @@ class PeerWatch:
         if states := observations.gone() or observations.silent(dead_after_s):
             return self._settle(observations, states)
         if observations.store_silent_s >= dead_after_s:
-            reason = self.heartbeat.failure or "its host may be gone or frozen"
+            reason = self.heartbeat.failure or f"its host{self.heartbeat.store_host} may be gone or frozen"
             return self._settle(
                 observations, {}, f"the store of the process group has not answered for {dead_after_s:g} s: {reason}"
             )
