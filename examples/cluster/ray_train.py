@@ -37,7 +37,9 @@ def main() -> None:
     asked = parser.parse_args()
     storage = asked.storage.resolve()
     saving = [f"checkpoint.folder={storage / 'bytegpt' / 'checkpoints'}", "checkpoint.resume=auto"]
-    config = load_demo_config(Path("configs/bytegpt.yaml"), [f"train.log_path={storage / 'log.jsonl'}", *saving, *asked.overrides])
+    config = load_demo_config(
+        Path("configs/bytegpt.yaml"), [f"train.log_path={storage / 'log.jsonl'}", *saving, *asked.overrides]
+    )
     trainer = ray.train.torch.TorchTrainer(
         train,
         train_loop_config={"config": config},

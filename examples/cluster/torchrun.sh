@@ -18,7 +18,7 @@ shift 3
 # The address that the head sees of this host, and its interface. On the head itself both addresses are the same. So nothing
 # depends on what the name of a host resolves to, which is often 127.0.1.1 on the host itself.
 address=$(ip -4 -o route get "$head" | sed -n 's/.* src \([0-9.]*\).*/\1/p')
-interface=$(ip -4 -o address show to "$address" | awk '{ print $2; exit }')
+interface=$(ip -4 -o address show to "$address" | cut -d ' ' -f 2)
 is_head=$([ "$address" = "$head" ] && echo 1 || echo 0)
 
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-$interface}

@@ -84,7 +84,9 @@ def save_and_lose(settings: dict[str, str]) -> None:
         if ranks["rank"] == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         train(model, optimizer, **ranks, steps=range(LOST_IN, STEPS))
-    torch.save({"first": first, **train(model, optimizer, **ranks, steps=range(first, STEPS))}, root / f"resumed {ranks['rank']}.pt")
+    torch.save(
+        {"first": first, **train(model, optimizer, **ranks, steps=range(first, STEPS))}, root / f"resumed {ranks['rank']}.pt"
+    )
 
 
 def run(root: Path, name: str, function: object, *, max_failures: int = 0) -> ray.train.Result:

@@ -3,7 +3,6 @@
 Distances are between weights after 8 steps.
 """
 
-import os
 import subprocess
 import sys
 
