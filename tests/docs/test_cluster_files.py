@@ -1,5 +1,7 @@
-"""The files of ``examples/cluster``: their shell is sound, their options are known, the manifest is what Kubernetes takes."""
+"""``examples/cluster`` and its page: the shell is sound, options are known, the manifest is what Kubernetes takes."""
 
+import ast
+import importlib
 import os
 import re
 import shlex
@@ -10,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from test_commands import read_by
 from torch.distributed.run import get_args_parser
 
 from examples.bytegpt.config import load_demo_config
+from megabucket.cli.main import app as megabucket_app
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "examples/cluster"
@@ -20,6 +24,7 @@ WITH_PYTHON = os.environ | {
     "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
 }
+PAGE = (ROOT / "docs/more-than-one-machine.md").read_text()
 SCRIPTS = sorted([*CLUSTER.glob("*.sh"), *CLUSTER.glob("*.sbatch")])
 
 
@@ -99,6 +104,44 @@ def test_torchrun_is_given_options_that_it_takes():
     known = {option for action in get_args_parser()._actions for option in action.option_strings}
 
     assert set(re.findall(r"--[\w-]+", command)) <= known
+
+
+COMMANDS = [
+    line.split("torchrun.sh ")[1].rstrip(" &") for line in PAGE.splitlines() if "bash examples/cluster/torchrun.sh " in line
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_page_is_one_that_the_script_and_its_program_take(command):
+    head, num_hosts, num_local_ranks, dash_m, module, *arguments = shlex.split(command)
+
+    assert (head, int(num_hosts), int(num_local_ranks), dash_m) == ("10.0.0.1", 2, 2, "-m")
+    if arguments:
+        assert module == "examples.bytegpt"
+        load_demo_config(ROOT / "configs/bytegpt.yaml", [word for word in arguments if "=" in word])
+        assert [word for word in arguments if "=" not in word] in ([], ["--resume", "auto"])
+    else:
+        read_by(megabucket_app, ["doctor"])
+
+
+def test_the_page_shows_the_command_of_the_script():
+    shown = re.search(r"^torchrun .*(?:\n .*)+", PAGE, re.MULTILINE)[0]
+    script = (CLUSTER / "torchrun.sh").read_text().split("exec torchrun", 1)[1]
+
+    launch = get_args_parser().parse_args(shlex.split(shown.replace("\\\n", " "))[1:])
+
+    assert re.findall(r"--[\w-]+", shown.split(" -m ")[0]) == re.findall(r"--[\w-]+", script)
+    assert (launch.rdzv_endpoint, launch.local_addr, launch.rdzv_conf) == ("10.0.0.1:29400", "10.0.0.1", "is_host=1")
+
+
+def test_the_python_of_the_page_can_be_read():
+    blocks = re.findall(r"^```py\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+    for block in blocks:
+        for line in compile(block, "page", "exec", ast.PyCF_ONLY_AST).body:
+            if isinstance(line, ast.ImportFrom):
+                assert all(hasattr(importlib.import_module(line.module), name.name) for name in line.names)
+    assert len(blocks) == 2
 
 
 @pytest.mark.dist
