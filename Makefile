@@ -14,7 +14,7 @@
 #   GPU       what `make gpu` tries                  (default: everything; docs/gpu.md; GPU=--help)
 #   FAULTS    which faults `make faults` makes       (default: every; docs/faults.md)
 #   VENV_BENCH  where the peers of `make bench` live (default .venv-bench)
-#   VENV_FRAMEWORKS  where Lightning, accelerate and torchao live (default .venv-frameworks)
+#   VENV_FRAMEWORKS  where Lightning, accelerate, Ray and torchao live (default .venv-frameworks)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -122,7 +122,7 @@ frameworks: $(STAMP_FRAMEWORKS)
 
 $(STAMP_FRAMEWORKS): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV_FRAMEWORKS)
-	$(VENV_FRAMEWORKS)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev,lightning,hf,float8]'
+	$(VENV_FRAMEWORKS)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev,lightning,hf,float8,ray]'
 	touch $@
 
 # Beside its peers: torch DDP, ZeroRedundancyOptimizer, FSDP2, Megatron's wheel, DeepSpeed. Writes build/bench/.

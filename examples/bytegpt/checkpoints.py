@@ -6,6 +6,7 @@ A checkpoint holds the facts of its run (``run_facts``); only a run with the sam
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -146,7 +147,13 @@ class RunSaver:
 
     @contextmanager
     def noting_signals(self) -> Iterator[None]:
-        """Turn SIGTERM and SIGINT into a request to stop after the current step."""
+        """Turn SIGTERM and SIGINT into a request to stop after the current step.
+
+        Python handles signals in the main thread only. Where training runs in another one (Ray Train), they keep their meaning.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
 
         def note(number: int, _: object) -> None:
             self.signals.append(signal.Signals(number).name)

@@ -73,10 +73,22 @@ def _terminate(*_: object) -> NoReturn:
     sys.exit(ExitCode.TERMINATED)
 
 
+def _record_for_torchrun(error: Exception) -> None:
+    """Write the error that is being handled into torchrun's error file, if torchrun has started this process.
+
+    As ``torch.distributed.elastic.multiprocessing.errors.record`` would, which sees no exception here but an exit code.
+    """
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+
+
 def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
     """Wrap a command: an error of ours becomes its text on stderr and its exit code, without a traceback.
 
-    SIGINT and SIGTERM end a command in good order, with the exit codes that shells expect.
+    SIGINT and SIGTERM end a command in good order, with the exit codes that shells expect. Under torchrun every error is also
+    written where torchrun's report takes the cause of a failure from.
     """
 
     @functools.wraps(command)
@@ -85,6 +97,7 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
         try:
             return command(*args, **kwargs)
         except MegabucketError as error:
+            _record_for_torchrun(error)
             # Escapes control characters but keeps line breaks, which our own texts use.
             lines = [printable(line, sys.maxsize) for line in str(error).split("\n")]
             typer.echo("error: " + "\n".join(lines), err=True)
@@ -95,6 +108,11 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
             # As of `| head`. Python flushes stdout again at its end, and would complain.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(ExitCode.CLOSED_PIPE) from None
+        except typer.Exit:
+            raise  # the command has said why
+        except Exception as error:
+            _record_for_torchrun(error)
+            raise
         finally:
             signal.signal(signal.SIGTERM, before)
 

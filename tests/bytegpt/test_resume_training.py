@@ -4,7 +4,7 @@ import json
 import os
 import random
 import signal
-from concurrent.futures import wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -122,6 +122,16 @@ def steps_in(folder):
 def assert_same_end(tmp_path, first, second):
     found = compare(open_checkpoint(tmp_path / first), open_checkpoint(tmp_path / second))
     assert found.is_equal, found
+
+
+def test_a_run_in_another_thread_saves_and_leaves_signals_alone(run, tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+
+    with ThreadPoolExecutor(1) as thread:  # as Ray Train calls it; Python allows handlers in the main thread only
+        thread.submit(run, steps=2).result()
+
+    assert steps_in(tmp_path / "run") == [2]
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])

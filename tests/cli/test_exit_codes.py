@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -101,6 +102,25 @@ def test_an_error_of_ours_is_its_text_on_stderr_without_control_characters():
 
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == "error: bad \\x1b[31mname\nsecond line\n"
+
+
+@pytest.mark.parametrize(
+    ("raised", "recorded"),
+    [
+        (errors.ConfigError("bad name"), "ConfigError: bad name"),
+        (ZeroDivisionError("a bug"), "ZeroDivisionError: a bug"),
+        (typer.Exit(4), None),  # the command has said why
+        (KeyboardInterrupt(), None),
+    ],
+    ids=["of ours", "another", "an exit code", "an interrupt"],
+)
+def test_an_error_is_where_torchrun_looks_for_the_cause_of_an_exit_code(raised, recorded, tmp_path, monkeypatch):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+
+    command_that(raised)
+
+    assert (json.loads(file.read_text())["message"]["message"] if file.exists() else None) == recorded
 
 
 def test_an_interrupt_is_130():

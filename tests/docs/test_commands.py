@@ -334,5 +334,6 @@ def test_every_block_is_run_or_read_or_stands_in_the_table(page):
     run = {"python", "sh", "bash", "console"}
     read = {"report.md": {"yaml", "json"}, "tune.md": {"py", "yaml"}}
     read["property-test-your-layout.md"] = {"py", "ini"}
+    read["more-than-one-machine.md"] = {"py"}  # test_cluster_files.py, with its blocks of text
 
     assert languages <= run | read.get(page.name, set()) | NOT_RUN.keys()

@@ -16,14 +16,15 @@ ROOT = HERE.parents[1]
 
 @pytest.fixture(scope="session")
 def run_ranks() -> Callable[..., dict[str, Any]]:
-    def run(program: str, folder: Path, *, ranks: int) -> dict[str, Any]:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    def run(program: str, folder: Path, *, ranks: int | None = None) -> dict[str, Any]:
+        """Start ``ranks`` processes with torchrun, or one that starts its own."""
+        torchrun = [] if ranks is None else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(path for path in (str(ROOT), os.environ.get("PYTHONPATH")) if path),
             "HF_HUB_OFFLINE": "1",
         }
         done = subprocess.run(
-            [*launcher, str(HERE / program), str(folder)],
+            [sys.executable, *torchrun, str(HERE / program), str(folder)],
             env=environment,
             capture_output=True,
             text=True,
