@@ -114,7 +114,8 @@ frameworks: $(STAMP_FRAMEWORKS)
 
 $(STAMP_FRAMEWORKS): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV_FRAMEWORKS)
-	$(VENV_FRAMEWORKS)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev,lightning,hf,float8]'
+	$(VENV_FRAMEWORKS)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev,lightning,hf,float8]' \
+	  'jsonargparse[signatures]' peft
 	touch $@
 
 # Beside its peers: torch DDP, ZeroRedundancyOptimizer, FSDP2, Megatron's wheel, DeepSpeed. Writes build/bench/.
