@@ -65,6 +65,7 @@ def main(
     ] = False,
 ) -> None:
     """Handle the options before the command."""
+    del version  # printed by its callback
     if "" not in sys.path:  # an installed command does not look for modules in its working directory, python -m does
         sys.path.insert(0, "")
 

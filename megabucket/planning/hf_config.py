@@ -95,7 +95,11 @@ _READERS: Final[Mapping[str, _Reader]] = MappingProxyType(
         "mistral": _Reader(LlamaConfig, _LLAMA, {"kind": "llama", "num_kv_heads": 8}),
         "mixtral": _Reader(MoeConfig, {**_LLAMA, **_MIXTRAL}, {"kind": "moe", "names": "mixtral", "num_kv_heads": 8}),
         "qwen2": _Reader(LlamaConfig, _LLAMA, {"kind": "llama", "qkv_bias": True}),
-        "qwen3": _Reader(LlamaConfig, {**_LLAMA, **_ATTENTION_BIASES}, {"kind": "llama", "qk_norm": True, "num_kv_heads": 32, "head_size": 128}),
+        "qwen3": _Reader(
+            LlamaConfig,
+            {**_LLAMA, **_ATTENTION_BIASES},
+            {"kind": "llama", "qk_norm": True, "num_kv_heads": 32, "head_size": 128},
+        ),
         "qwen3_moe": _Reader(
             MoeConfig,
             {**_LLAMA, **_QWEN3_MOE},

@@ -51,6 +51,11 @@ def train(parts, optimizers, rank, size, habit):
     return [value.clone() for part in parts for value in part.state_dict().values()]
 
 
+def take_step(model, optimizer, inputs):
+    model(inputs).sum().backward()
+    optimizer.step()
+
+
 class Wrapped:
     """The two halves on every rank, each in a wrapper and with an optimizer of its own."""
 
@@ -92,12 +97,10 @@ def test_one_that_is_frozen_when_its_optimizer_steps_is_an_error_on_all_ranks(sh
         for _ in range(2):  # with reduced gradients of the step before, and without
             judge.requires_grad_(rank not in ranks_that_freeze)
             with pytest.raises(TrainabilityChangedError, match="check_model_changes=False") as caught:
-                judge(inputs).sum().backward()
-                optimizer.step()
+                take_step(judge, optimizer, inputs)
             judge.requires_grad_(True)
             optimizer.zero_grad()
-            judge(inputs).sum().backward()
-            optimizer.step()
+            take_step(judge, optimizer, inputs)
         return str(caught.value), [value.tolist() for value in judge.state_dict().values()]
 
     first, second = Wrapped(use_distributed_optimizer=sharded).run(play)

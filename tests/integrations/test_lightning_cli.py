@@ -60,7 +60,10 @@ def fit(tmp_path, monkeypatch):
     ("arguments", "fields"),
     [
         ("", None),
-        ("config: {use_distributed_optimizer: true, bucket_cap_mb: 25}", {"use_distributed_optimizer": True, "bucket_cap_mb": 25}),
+        (
+            "config: {use_distributed_optimizer: true, bucket_cap_mb: 25}",
+            {"use_distributed_optimizer": True, "bucket_cap_mb": 25},
+        ),
         (
             "config: {use_distributed_optimizer: true, bucket_cuts: [net.0.weight]}, process_group_backend: gloo",
             {"use_distributed_optimizer": True, "bucket_cuts": ("net.0.weight",)},

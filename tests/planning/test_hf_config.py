@@ -196,13 +196,21 @@ def test_gpt_2_has_the_names_and_shapes_of_its_checkpoint(write):
 def parameters_of_transformers(config):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: make setup installs it")
     with torch.device("meta"):
-        module = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(Path(config.path).parent))
+        module = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.from_pretrained(Path(config.path).parent)
+        )
     return [(name, tuple(param.shape)) for name, param in module.named_parameters()]
 
 
 SMALL_QWEN3 = {
-    **{**QWEN3_600M, "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    **QWEN3_600M,
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
 }
 
 
