@@ -15,6 +15,7 @@
 #   FAULTS    which faults `make faults` makes       (default: every; docs/faults.md)
 #   VENV_BENCH  where the peers of `make bench` live (default .venv-bench)
 #   VENV_FRAMEWORKS  where Lightning, accelerate, Ray and torchao live (default .venv-frameworks)
+#   VENV_DOCS  where Sphinx lives                   (default .venv-docs)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -24,6 +25,7 @@ DEMO ?=
 JOBS ?= 5
 VENV_BENCH ?= .venv-bench
 VENV_FRAMEWORKS ?= .venv-frameworks
+VENV_DOCS ?= .venv-docs
 BENCH ?=
 FAULTS ?=
 GPU ?=
@@ -32,6 +34,7 @@ STAMP := $(VENV)/.installed
 BIN_BENCH := $(VENV_BENCH)/bin
 STAMP_BENCH := $(VENV_BENCH)/.installed
 STAMP_FRAMEWORKS := $(VENV_FRAMEWORKS)/.installed
+STAMP_DOCS := $(VENV_DOCS)/.installed
 PEERS := tests/benchmarks/peers
 
 # One thread per rank: on a small machine the ranks are the parallelism.
@@ -90,11 +93,16 @@ types: $(STAMP)
 browser:
 	tests/browser/install.sh
 
-# The documentation as a site, in build/docs: open index.html. Needs no network once its tools are installed.
-docs: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[docs]'
-	$(BIN)/python -m docs.tools.diagrams
-	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -b html docs build/docs
+# The documentation as a site, in build/docs: open index.html. Needs no network once its tools are installed: Sphinx and the
+# package. With a stand-in for torch the reference would lose signatures and members of what inherits from torch's classes.
+docs: $(STAMP_DOCS)
+	$(VENV_DOCS)/bin/python -m docs.tools.diagrams
+	$(VENV_DOCS)/bin/sphinx-build --quiet --fail-on-warning --keep-going -b html docs build/docs
+
+$(STAMP_DOCS): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV_DOCS)
+	$(VENV_DOCS)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[docs]'
+	touch $@
 
 # The tests with the oldest versions there is support for (PYTHON=python3.10 for the oldest Python, too), or with the newest
 # there are. No part of `make test`: where a torch has no CPU build it downloads gigabytes.
@@ -107,7 +115,7 @@ oldest newest: %: .venv-%/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV_BENCH) $(VENV_FRAMEWORKS) .venv-oldest .venv-newest .mypy_cache .ruff_cache .hypothesis .coverage* runs build/mutation build/bench build/docs build/gpu
+	rm -rf $(VENV) $(VENV_BENCH) $(VENV_FRAMEWORKS) $(VENV_DOCS) .venv-oldest .venv-newest .mypy_cache .ruff_cache .hypothesis .coverage* runs build/mutation build/bench build/docs build/gpu
 
 # The fault table: every kind of fault on real processes, for megabucket and for torch DDP; exits with 1 if ours has a failure.
 # FAULTS="--quick" runs one combination of each place, FAULTS="--kinds 'SIGKILL*'" some of them.
@@ -122,7 +130,8 @@ frameworks: $(STAMP_FRAMEWORKS)
 
 $(STAMP_FRAMEWORKS): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV_FRAMEWORKS)
-	$(VENV_FRAMEWORKS)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev,lightning,hf,float8,ray]'
+	$(VENV_FRAMEWORKS)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev,lightning,hf,float8,ray]' \
+	  'jsonargparse[signatures]' peft
 	touch $@
 
 # Beside its peers: torch DDP, ZeroRedundancyOptimizer, FSDP2, Megatron's wheel, DeepSpeed. Writes build/bench/.

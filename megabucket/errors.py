@@ -609,7 +609,8 @@ class TrainabilityChangedError(ModelChangedError):
         self.step, self.rank, self.frozen, self.unfrozen = step, rank, tuple(frozen), tuple(unfrozen)
         changes = _changes(frozen=self.frozen, unfrozen=self.unfrozen)
         for_a_while = (
-            " To freeze them for a while, as the halves of a GAN in turn, wrap with unused_parameters='skip'."
+            " To freeze them for a while, as the halves of a GAN in turn, wrap with unused_parameters='skip', or each half by "
+            "itself, and unfreeze it before its optimizer steps. check_model_changes=False leaves the check out."
             if self.frozen and not self.unfrozen
             else ""
         )

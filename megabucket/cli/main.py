@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -64,6 +65,9 @@ def main(
     ] = False,
 ) -> None:
     """Handle the options before the command."""
+    del version  # printed by its callback
+    if "" not in sys.path:  # an installed command does not look for modules in its working directory, python -m does
+        sys.path.insert(0, "")
 
 
 for command in (plan, explain, simulate, report, calibrate, profile, tune, doctor):

@@ -20,11 +20,7 @@ Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, for exam
 
 def open_workload(name: str | None, config: Path | None, overrides: list[str] | None) -> tuple[WorkloadFunction, RunConfig]:
     """Return the function of a workload and its config."""
-    import sys
-
     from megabucket.measure.program import load_workload, load_workload_config
 
-    if "" not in sys.path:  # an installed command does not look into its working directory
-        sys.path.insert(0, "")
     workload = load_workload(name)
     return workload, load_workload_config(workload, config, overrides or [])

@@ -133,12 +133,12 @@ _TORCH_ARGUMENTS: Final[dict[str, tuple[tuple[object, ...], str]]] = {
     "device_ids": ((None,), _ONE_DEVICE),
     "output_device": ((None,), _ONE_DEVICE),
     "dim": ((0,), "inputs are not scattered"),
-    "broadcast_buffers": ((), _OWN_BUFFERS),
+    "broadcast_buffers": ((False,), _OWN_BUFFERS),
     "forward_sync_buffers": ((False,), _OWN_BUFFERS),
     "find_unused_parameters": ((False, True), "True is unused_parameters='skip' in the config"),
     "check_reduction": ((False,), "torch ignores it"),
     "gradient_as_bucket_view": ((True,), "gradients are views into the buffer wherever dtypes are equal"),
-    "static_graph": ((False,), "the first step learns the graph; parameters without a gradient need unused_parameters='skip'"),
+    "static_graph": ((False, True), "the first step learns the graph"),
     "delay_all_reduce_named_params": ((None,), _OWN_HOOK),
     "param_to_hook_all_reduce": ((None,), _OWN_HOOK),
     "mixed_precision": ((None,), "wrap a 16-bit module; DistributedOptimizer keeps float32 main parameters of it"),
@@ -315,6 +315,11 @@ class DistributedDataParallelConfig(Section):
         return self
 
 
+def is_what_happens(name: str, value: object) -> bool:
+    """Return whether an argument of torch DDP describes what the wrapper does anyway."""
+    return name in _TORCH_ARGUMENTS and value in _TORCH_ARGUMENTS[name][0]
+
+
 def with_torch_arguments(
     config: DistributedDataParallelConfig | None, arguments: Mapping[str, Any]
 ) -> DistributedDataParallelConfig:
@@ -327,9 +332,8 @@ def with_torch_arguments(
     for name in sorted(arguments.keys() - set(_TORCH_FIELDS)):
         if name not in _TORCH_ARGUMENTS:
             raise TypeError(f"DistributedDataParallel.__init__() got an unexpected keyword argument {name!r}")
-        accepted, remedy = _TORCH_ARGUMENTS[name]
-        if arguments[name] not in accepted:
-            raise ConfigError(f"torch DDP's argument {name}= cannot be honoured: {remedy}")
+        if not is_what_happens(name, arguments[name]):
+            raise ConfigError(f"torch DDP's argument {name}= cannot be honoured: {_TORCH_ARGUMENTS[name][1]}")
     config = config or DistributedDataParallelConfig()
     fields = {name: getattr(config, name) for name in config.model_fields_set}
     if twice := sorted(fields.keys() & arguments.keys()):

@@ -9,13 +9,16 @@ import functools
 import logging
 import math
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from megabucket.buffer import GradPhase, ParamAndGradBuffer, ParamPhase, _ParamAndGradBucketGroup
 from megabucket.buffer.param_and_grad_buffer import allocated
@@ -46,6 +49,7 @@ from megabucket.ddp.wrap import (
     exchange_device,
     find_difference,
     has_dtensors,
+    has_prefix_of_torch,
     prepare_rebuild,
     restore_prefix,
 )
@@ -57,6 +61,51 @@ from megabucket.trace import ProfilerRanges, Recorder, StepRecorder, StepTrace
 if TYPE_CHECKING:
     from megabucket.ddp.dtensors import DTensorParams
     from megabucket.weights.chunk import WeightChunk
+
+_NO_SYNC: Final = "run every microbatch of a step but the last one inside `with ddp.no_sync():`"
+_DIVIDE: Final = "set grad_reduction='sum' in the config, and call ddp.scale_gradients(1 / factor)"
+_WHOLE: Final = "drop it: parameters are whole on every rank"
+_COMMUNICATION: Final = "drop it, or write a Communicator (docs/contributing/communicator.md)"
+_INSTEAD: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "set_requires_gradient_sync": _NO_SYNC,
+        "set_requires_all_reduce": f"{_NO_SYNC}, which holds back the all-reduce over replicas as well",
+        "set_is_last_backward": _NO_SYNC,
+        **dict.fromkeys(("set_gradient_divide_factor", "set_reduce_scatter_divide_factor"), _DIVIDE),
+        **dict.fromkeys(
+            (
+                "reset_iter_state",
+                "reshard",
+                "set_modules_to_backward_prefetch",
+                "set_modules_to_forward_prefetch",
+                "set_post_optim_event",
+                "set_reshard_after_backward",
+                "set_reshard_after_forward",
+                "set_unshard_in_backward",
+                "unshard",
+            ),
+            _WHOLE,
+        ),
+        **dict.fromkeys(
+            (
+                "set_all_reduce_hook",
+                "set_allocate_memory_from_process_group_for_comm",
+                "set_custom_all_gather",
+                "set_custom_reduce_scatter",
+                "set_force_sum_reduction_for_comms",
+                "set_reduce_scatter_max_input_buffers",
+                "set_separate_reduce_scatter_group",
+                "set_symm_mem_for_comm",
+            ),
+            _COMMUNICATION,
+        ),
+        "set_reduce_scatter_unused_params": "set unused_parameters='skip' or 'zero' in the config",
+        "clip_grad_norm_": "call clip_grad_norm_() of the DistributedOptimizer, or give it clip_grad=",
+        "join": "give all ranks as many batches; ddp.abort_step(reason) drops a step on all of them",
+        "register_comm_hook": "docs/contributing/wire.md says how gradients get another form on the wire",
+    }
+)
+"""Methods of FSDP2 and of torch DDP that the wrapper lacks, and what to do instead."""
 
 
 class DistributedDataParallel(torch.nn.Module):
@@ -629,6 +678,9 @@ class DistributedDataParallel(torch.nn.Module):
         except AttributeError:
             if name == "module":
                 raise
+            if name in _INSTEAD and not hasattr(self.module, name):
+                text = f"{name} of torch's data parallelism is not here; {_INSTEAD[name]}"
+                raise AttributeError(text, name=name, obj=self) from None
             return getattr(self.module, name)
 
     def named_modules(
@@ -679,12 +731,20 @@ class DistributedDataParallel(torch.nn.Module):
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load into the wrapped module. Values are copied into the buffers, so ``assign`` is refused.
 
+        A checkpoint of torch DDP, of which all names begin with ``module.``, is loaded without that prefix.
+
         Every rank loads, or every rank calls ``broadcast_params`` afterwards: a load on some ranks only is an error at the end
         of the next step.
 
         Raises:
             PhaseError: ``assign=True``, which would replace the parameters that live in the buffers.
         """
+        if has_prefix_of_torch(self.module, state_dict):
+            metadata = getattr(state_dict, "_metadata", None)
+            state_dict = OrderedDict(state_dict)
+            if metadata is not None:
+                state_dict._metadata = OrderedDict(metadata)  # type: ignore[attr-defined]
+            consume_prefix_in_state_dict_if_present(state_dict, "module.")
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     @torch.inference_mode(False)

@@ -127,6 +127,11 @@ class ModelWatch:
                 yield slot.name
 
 
+def only_freezes(change: Problem) -> bool:
+    """Return whether parameters were frozen, and nothing else has changed."""
+    return change.kind == TrainabilityChangedError.__name__ and not change.fields["unfrozen"]
+
+
 def moved_params(groups: Iterable[_ParamAndGradBucketGroup]) -> dict[str, torch.Tensor]:
     """Return the values in the buffer of each parameter that no longer points at them, by name."""
     places = chain.from_iterable(zip(group.slots, group.param_values, strict=True) for group in groups)

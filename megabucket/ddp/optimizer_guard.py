@@ -139,6 +139,8 @@ class PlainOptimizerGuard:
             )
         held = self._held_by(optimizer)
         if not any(map(_requires_grad, held.params)):
+            if held.params:
+                self._sync.check_is_trainable()
             return None
         if self._sync.policy.is_sharded:
             raise PlainOptimizerError(optimizer=type(optimizer).__name__, params=held.names, rank=self._rank)

@@ -57,7 +57,7 @@ from megabucket.ddp.backward import Backward, refuse_in_backward
 from megabucket.ddp.calls import CollectiveCall, agree_on_call, making, making_several
 from megabucket.ddp.fence import Fence
 from megabucket.ddp.groups import RankGroups
-from megabucket.ddp.module_watch import ModelWatch
+from megabucket.ddp.module_watch import ModelWatch, only_freezes
 from megabucket.ddp.report import CLEARED, RankReport, all_have_left, describe, resolve_error
 from megabucket.ddp.schedule import Schedule
 from megabucket.ddp.unused import SkippingSchedule
@@ -565,13 +565,15 @@ class GradSync:
         """Count the backward; one without gradients counts if gradients may be missing, or are delayed.
 
         Returns whether it had no gradients because the module has changed: an optimizer over the new parameters would never
-        call this wrapper.
+        call this wrapper. Parameters that are frozen now may be trainable again before their optimizer steps, as those of a
+        discriminator are after the loss of the generator. That step would still find them frozen.
         """
         may_be_empty = self.policy.allows_unused or bool(self._schedule.delayed)
         counts = backward.is_taking or may_be_empty
         self.counters.num_microbatches += counts
         is_empty = not backward.is_taking and self._no_sync_depth == 0
-        has_changed = is_empty and self._watch is not None and self._watch.find_change() is not None
+        change = self._watch.find_change() if is_empty and self._watch is not None else None
+        has_changed = change is not None and not only_freezes(change)
         if is_empty and (counts or has_changed):
             # The other ranks wait for this one: it takes part when an optimizer or the caller asks for gradients.
             if self.is_reduced:
@@ -625,6 +627,17 @@ class GradSync:
         finally:
             if force_all_reduce:
                 self.force_all_reduce = before
+
+    def check_is_trainable(self) -> None:
+        """Finish a step of which a backward has found all parameters frozen, and an optimizer finds them so: an error.
+
+        Raises:
+            TrainabilityChangedError: on all ranks, also where they are not frozen.
+        """
+        if self.state is StepState.OPEN and not any(slot.param.requires_grad for group in self.groups for slot in group.slots):
+            if self.is_reduced:
+                self._reopen()
+            self.finish()
 
     def agree(self, *, is_committing: bool = False) -> Iterator[_ParamAndGradBucketGroup]:
         """Finish as ``finish`` does, and yield each group once it is reduced, after all ranks have agreed.

@@ -655,7 +655,18 @@ def _attach(
     return groups
 
 
-def restore_prefix(_: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:
+def has_prefix_of_torch(module: torch.nn.Module, names: Iterable[str], prefix: str = "") -> bool:
+    """Return whether names of a ``state_dict`` have the ``module.`` that torch DDP puts before those of the module.
+
+    Args:
+        prefix: of all names.
+    """
+    has_own = "module" in {*module._modules, *module._parameters, *module._buffers}
+    return not has_own and all(name.startswith(f"{prefix}module.") for name in names)
+
+
+def restore_prefix(wrapper: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Let an outer module that contains the wrapper load its own ``state_dict``, whose names lack ``module.``."""
-    for key in [key for key in state_dict if key.startswith(prefix)]:
+    keys = [key for key in state_dict if key.startswith(prefix)]
+    for key in () if has_prefix_of_torch(wrapper.module, keys, prefix) else keys:  # type: ignore[arg-type]
         state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megabucket.config.ddp import DistributedDataParallelConfig
+from megabucket.config.ddp import DistributedDataParallelConfig, is_what_happens
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import ConfigError
 from megabucket.optim import DistributedOptimizer, OptimizerPart
@@ -42,6 +42,8 @@ def with_torch_arguments(
 ) -> DistributedDataParallelConfig | None:
     """Return the config of an adapter with ``find_unused_parameters`` of torch DDP, as ``unused_parameters="skip"``.
 
+    Arguments that describe what the wrapper does anyway, such as ``static_graph=True``, change nothing.
+
     Args:
         given: arguments of torch DDP by name, without those that were left at their defaults.
         prefix: of these names in the framework.
@@ -49,7 +51,7 @@ def with_torch_arguments(
     Raises:
         ConfigError: there are other arguments, or the config says something else about unused parameters.
     """
-    if others := sorted(given.keys() - {"find_unused_parameters"}):
+    if others := sorted(name for name, value in given.items() if not is_what_happens(name, value)):
         raise ConfigError(
             f"{', '.join(prefix + name for name in others)}: these are arguments of torch DDP. Give the adapter a "
             "DistributedDataParallelConfig, with bucket_cap_mb=25, for instance."

@@ -55,7 +55,8 @@ class MegabucketStrategy(DDPStrategy):
     Args:
         config: shards the optimizer's state if not given. With ``use_distributed_optimizer=False`` gradients are all-reduced,
             and any torch optimizers step on them as under ``strategy="ddp"``.
-        **ddp_strategy: arguments of Lightning's ``DDPStrategy``. Of those of torch DDP it takes ``find_unused_parameters``.
+        **ddp_strategy: arguments of Lightning's ``DDPStrategy``. Of those of torch DDP it takes ``find_unused_parameters``, and
+            values that describe what the wrapper does anyway.
 
     Raises:
         ConfigError: another argument is meant for torch DDP.

@@ -400,6 +400,7 @@ class DistributedOptimizer(SteppingForWrapper):
         sync = self.ddp.sync
         refuse_in_backward("a step of the optimizer")
         sync.check_not_dropped()
+        sync.check_is_trainable()
         if not self._has_changed_grads:
             self._changes, self._has_loaded = (), False  # of gradients that were cleared since
         if sync.is_reduced and sync.state not in AGREED:

@@ -132,6 +132,7 @@ def _attention(config: LlamaConfig | MoeConfig) -> list[_Layer]:
         _Layer("self_attn.k_proj", (kv_rows, hidden), kv_rows * qkv_bias),
         _Layer("self_attn.v_proj", (kv_rows, hidden), kv_rows * qkv_bias),
         _Layer("self_attn.o_proj", (hidden, rows), hidden * output_bias),
+        *(_Layer(f"self_attn.{name}", (config.resolved_head_size,)) for name in ("q_norm", "k_norm") if config.qk_norm),
     ]
 
 

@@ -46,10 +46,9 @@ _GPT2: Final[_Keys] = MappingProxyType(
         "tied_embeddings": "tie_word_embeddings",
     }
 )
-_BIASES: Final[_Keys] = MappingProxyType(
-    {"qkv_bias": "attention_bias", "output_bias": "attention_bias", "mlp_bias": "mlp_bias"}
-)
+_ATTENTION_BIASES: Final[_Keys] = MappingProxyType({"qkv_bias": "attention_bias", "output_bias": "attention_bias"})
 _MIXTRAL: Final[_Keys] = MappingProxyType({"expert_ffn_size": "intermediate_size", "num_experts": "num_local_experts"})
+_QWEN3_MOE: Final[_Keys] = MappingProxyType({"expert_ffn_size": "moe_intermediate_size", "num_experts": "num_experts"})
 _DEEPSEEK: Final[_Keys] = MappingProxyType(
     {
         "expert_ffn_size": "moe_intermediate_size",
@@ -77,6 +76,8 @@ class _Reader(NamedTuple):
     """The library's defaults that differ from ours."""
     only: Mapping[str, Any] = MappingProxyType({})
     """Keys of the file with the one value, also its default, for which we know the parameters."""
+    renamed: Mapping[str, str] = MappingProxyType({})
+    """Keys of some files -> the same in others."""
 
 
 # DeepSeek's files have the keys of plain attention as well, without a meaning.
@@ -90,10 +91,22 @@ _DEEPSEEK_READER: Final = _Reader(
 _READERS: Final[Mapping[str, _Reader]] = MappingProxyType(
     {
         "gpt2": _Reader(GptConfig, _GPT2, {"kind": "gpt"}, {"add_cross_attention": False}),
-        "llama": _Reader(LlamaConfig, {**_LLAMA, **_BIASES}, {"kind": "llama"}),
+        "llama": _Reader(LlamaConfig, {**_LLAMA, **_ATTENTION_BIASES, "mlp_bias": "mlp_bias"}, {"kind": "llama"}),
         "mistral": _Reader(LlamaConfig, _LLAMA, {"kind": "llama", "num_kv_heads": 8}),
         "mixtral": _Reader(MoeConfig, {**_LLAMA, **_MIXTRAL}, {"kind": "moe", "names": "mixtral", "num_kv_heads": 8}),
         "qwen2": _Reader(LlamaConfig, _LLAMA, {"kind": "llama", "qkv_bias": True}),
+        "qwen3": _Reader(
+            LlamaConfig,
+            {**_LLAMA, **_ATTENTION_BIASES},
+            {"kind": "llama", "qk_norm": True, "num_kv_heads": 32, "head_size": 128},
+        ),
+        "qwen3_moe": _Reader(
+            MoeConfig,
+            {**_LLAMA, **_QWEN3_MOE},
+            {"kind": "moe", "qk_norm": True, "num_kv_heads": 4},
+            {"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+            {"num_local_experts": "num_experts"},  # as transformers 5 saves it
+        ),
         "deepseek_v2": _DEEPSEEK_READER,
         "deepseek_v3": _DEEPSEEK_READER,
     }
@@ -120,7 +133,7 @@ def read_hf_config(config: HfConfig) -> GptConfig | LlamaConfig | MoeConfig:
             f"{source}: model_type {printable(repr(model_type), 60)} is not known; known are {', '.join(_READERS)}. Describe "
             "another model by kind: llama, moe, params or factory"
         )
-    values = {key: value for key, value in data.items() if value is not None}
+    values = {reader.renamed.get(key, key): value for key, value in data.items() if value is not None}
     for key, only in reader.only.items():
         if (value := values.get(key, only)) != only:
             raise ConfigError(

@@ -102,6 +102,9 @@ class _RotaryConfig(_DecoderConfig):
     head_size: PositiveCount | None = None
     """Width of a head. ``None``: ``hidden_size / num_heads``. Not with ``mla``."""
 
+    qk_norm: bool = False
+    """Whether the queries and the keys of a head pass a norm of its width, as in Qwen3. Not with ``mla``."""
+
     @property
     def resolved_head_size(self) -> int:
         """Width of a head of plain attention."""
@@ -115,7 +118,7 @@ class _RotaryConfig(_DecoderConfig):
 
 
 class LlamaConfig(_RotaryConfig):
-    """A Llama style decoder (Llama, Mistral, Qwen2, SmolLM): rotary positions, grouped-query attention, gated feed-forward."""
+    """A Llama style decoder (Llama, Mistral, Qwen2, Qwen3): rotary positions, grouped-query attention, gated feed-forward."""
 
     kind: Literal["llama"]
     """Chooses this form of the section."""
@@ -188,8 +191,8 @@ class MoeConfig(_RotaryConfig):
     def _problems(self) -> Iterator[str]:
         if self.mla is None:
             yield from super()._problems()
-        for name in ("num_kv_heads", "head_size") if self.mla is not None else ():
-            if getattr(self, name) is not None:
+        for name in ("num_kv_heads", "head_size", "qk_norm") if self.mla is not None else ():
+            if getattr(self, name):
                 yield f"{name} belongs to plain attention and is not read with mla; drop one of them"
         if self.num_experts_per_token > self.num_experts:
             yield f"num_experts_per_token={self.num_experts_per_token} is more than num_experts={self.num_experts}"

@@ -5,6 +5,7 @@ from inspect import signature
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Linear
 from torch.nn.parameter import UninitializedParameter
@@ -332,9 +333,9 @@ class TestArgumentsOfTorch:
             DistributedDataParallel(Linear(2, 2), bucket_cap=25)
 
     def test_values_that_mean_what_happens_anyway_are_taken(self):
-        taken = {"device_ids": None, "find_unused_parameters": False, "forward_sync_buffers": False, "static_graph": False}
+        taken = {"device_ids": None, "find_unused_parameters": False, "forward_sync_buffers": False, "broadcast_buffers": False}
 
-        ddp = DistributedDataParallel(Linear(2, 2), gradient_as_bucket_view=True, **taken)
+        ddp = DistributedDataParallel(Linear(2, 2), gradient_as_bucket_view=True, static_graph=True, **taken)
 
         assert ddp.ddp_config == DistributedDataParallelConfig()
 
@@ -349,3 +350,35 @@ class TestArgumentsOfTorch:
     def test_what_stands_in_the_config_is_not_given_a_second_time(self):
         with pytest.raises(ConfigError, match="'init_sync' given as an argument and in the config"):
             DistributedDataParallel(Linear(2, 2), DistributedDataParallelConfig(init_sync=True), init_sync=False)
+
+
+class TestMethodsOfTorch:
+    """Those of FSDP2 and of torch DDP, which a program that is ported still calls."""
+
+    NAMES = sorted(
+        {
+            *(name for name in set(dir(FSDPModule)) - set(dir(torch.nn.Module)) if not name.startswith("_")),
+            *("clip_grad_norm_", "join", "register_comm_hook"),
+        }
+    )
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_each_one_is_missing_with_what_to_do_instead(self, name):
+        ddp = DistributedDataParallel(Linear(2, 2))
+
+        assert not hasattr(ddp, name)
+        with pytest.raises(AttributeError, match=rf"^{name} of torch's data parallelism is not here; \w+"):
+            getattr(ddp, name)
+
+    def test_holding_gradients_back_names_no_sync(self):
+        ddp = DistributedDataParallel(Linear(2, 2))
+
+        with pytest.raises(AttributeError, match=r"with ddp\.no_sync\(\)"):
+            ddp.set_requires_gradient_sync(False)
+
+    def test_one_that_the_module_has_itself_is_called(self):
+        class Joins(Linear):
+            def join(self):
+                return "joined"
+
+        assert DistributedDataParallel(Joins(2, 2)).join() == "joined"

@@ -49,7 +49,10 @@ TRAINABILITY = (
     "A frozen parameter keeps its place in the buffer and gets no gradient; the gradient of an unfrozen one is never reduced, "
     "and replicas drift apart. Call ddp.rebuild() on every rank after changing requires_grad"
 )
-FOR_A_WHILE = "To freeze them for a while, as the halves of a GAN in turn, wrap with unused_parameters='skip'."
+FOR_A_WHILE = (
+    "To freeze them for a while, as the halves of a GAN in turn, wrap with unused_parameters='skip', or each half by itself, "
+    "and unfreeze it before its optimizer steps. check_model_changes=False leaves the check out."
+)
 MOVED = (
     "Something moved parameters after wrapping: .to(), .half(), .bfloat16(), load_state_dict(assign=True) or `param.data =`. "
     "The optimizer would go on updating memory that the module does not read. Convert the module before wrapping and copy "

@@ -251,6 +251,50 @@ class TestState:
         x = torch.ones(2, 3, dtype=torch.float64)
         assert torch.equal(ddp.eval()(x), plain.eval()(x))
 
+    @pytest.mark.parametrize("strict", [True, False])
+    def test_a_checkpoint_of_torch_ddp_is_loaded_without_its_prefix(self, strict):
+        plain = small_model()
+        with torch.no_grad():
+            for param in plain.parameters():
+                param.add_(1)
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        try:
+            state = torch.nn.parallel.DistributedDataParallel(plain).state_dict()
+        finally:
+            torch.distributed.destroy_process_group()
+        names, versions = list(state), dict(state._metadata)
+        ddp = wrap(small_model())
+
+        result = ddp.load_state_dict(state, strict=strict)
+
+        assert (result.missing_keys, result.unexpected_keys) == ([], [])
+        assert all(map(torch.equal, ddp.module.state_dict().values(), plain.state_dict().values()))
+        assert names[0] == "module.0.weight"
+        assert (list(state), dict(state._metadata)) == (names, versions)  # they are the caller's
+
+    def test_names_with_and_without_the_prefix_are_refused_as_torch_refuses_them(self):
+        state = {"module.a": torch.ones(100), "b": torch.ones(100)}
+
+        with pytest.raises(RuntimeError, match=r'(?s)Missing key.*"a".*Unexpected key.*"module\.a"'):
+            wrap(Weights("ab")).load_state_dict(state)
+
+    def test_a_module_that_has_a_child_of_the_name_of_the_prefix_is_loaded_as_it_is(self):
+        ddp = wrap(torch.nn.ModuleDict({"module": Weights("a")}))
+
+        result = ddp.load_state_dict({"module.a": torch.full((100,), 5.0)})
+
+        assert (result.missing_keys, result.unexpected_keys) == ([], [])
+        assert ddp.module["module"].a[0].item() == 5.0
+
+    def test_an_outer_module_loads_what_it_has_saved_around_torch_ddp(self):
+        outer = torch.nn.Sequential(wrap(Weights("a")), torch.nn.Linear(2, 2))
+        state = {"0.module.a": torch.full((100,), 5.0), "1.weight": torch.ones(2, 2), "1.bias": torch.ones(2)}
+
+        result = outer.load_state_dict(state)
+
+        assert (result.missing_keys, result.unexpected_keys) == ([], [])
+        assert outer[0].module.a[0].item() == 5.0
+
     def test_an_outer_module_loads_what_it_has_saved(self):
         outer = torch.nn.Sequential(wrap(Weights("a")), torch.nn.Linear(2, 2))
         state = {name: value + 5 for name, value in outer.state_dict().items()}

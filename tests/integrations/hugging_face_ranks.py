@@ -292,7 +292,7 @@ def refusals() -> list[str]:
         fresh(MegabucketAccelerator, cpu=True).prepare(torch.optim.SGD(make_model().parameters(), lr=0.1))
 
     def torch_ddp_arguments() -> None:
-        make_trainer(MegabucketTrainer, Path(), ddp_static_graph=True)
+        make_trainer(MegabucketTrainer, Path(), ddp_bucket_cap_mb=3)
 
     return [text_of_refusal(attempt) for attempt in (clip_a_part, optimizer_first, torch_ddp_arguments)]
 

@@ -288,7 +288,7 @@ def refusals() -> list[str]:
     return [
         text_of_refusal(attempt)
         for attempt in (
-            lambda: adapter.MegabucketStrategy(static_graph=True),
+            lambda: adapter.MegabucketStrategy(bucket_cap_mb=3),
             lambda: adapter.MegabucketStrategy(ddp_comm_hook=print, ddp_comm_state={}),
             lambda: make_trainer(Path(), "megabucket", gradient_clip_val=1.0, gradient_clip_algorithm="value").fit(
                 Net(), make_loader()

@@ -122,4 +122,4 @@ def test_what_is_not_supported_is_refused_by_name(said):
 
     assert "18 of the model are missing" in part
     assert "prepare(model, optimizer, ...) together" in order
-    assert "ddp_static_graph: these are arguments of torch DDP" in arguments
+    assert "ddp_bucket_cap_mb: these are arguments of torch DDP" in arguments

@@ -121,7 +121,7 @@ def test_fabric_goes_on_from_its_checkpoint_with_clipping_and_schedule_bit_by_bi
 def test_what_is_not_supported_is_refused_by_name(said):
     arguments, hooks, by_value = said["refusals"]
 
-    assert "static_graph: these are arguments of torch DDP" in arguments
+    assert "bucket_cap_mb: these are arguments of torch DDP" in arguments
     assert "ddp_comm_hook, ddp_comm_state: these are arguments of torch DDP" in hooks
     assert "clipped by norm only" in by_value
     assert "DistributedDataParallelConfig(use_distributed_optimizer=False)" in by_value

@@ -41,10 +41,16 @@ class TestMapping:
         )
 
     def test_others_are_refused_by_their_names_in_the_framework(self):
-        with pytest.raises(ConfigError, match=r"^ddp_bucket_cap_mb, ddp_static_graph: these are arguments of torch DDP"):
+        with pytest.raises(ConfigError, match=r"^ddp_broadcast_buffers, ddp_bucket_cap_mb: these are arguments of torch DDP"):
             with_torch_arguments(
-                None, {"static_graph": True, "find_unused_parameters": True, "bucket_cap_mb": 3}, prefix="ddp_"
+                None, {"broadcast_buffers": True, "find_unused_parameters": True, "bucket_cap_mb": 3}, prefix="ddp_"
             )
+
+    @pytest.mark.parametrize("config", [None, ZERO])
+    def test_what_happens_anyway_changes_nothing(self, config):
+        given = {"static_graph": True, "broadcast_buffers": False, "gradient_as_bucket_view": True}
+
+        assert with_torch_arguments(config, given) is config
 
 
 @pytest.mark.parametrize("name", ["MegabucketStrategy", "MegabucketFabricStrategy"])
@@ -59,8 +65,8 @@ class TestLightning:
         assert self.strategy(name, ALL_REDUCE, find_unused_parameters=True).config.unused_parameters == "skip"
 
     def test_others_are_refused(self, name):
-        with pytest.raises(ConfigError, match=r"^gradient_as_bucket_view, static_graph: these are arguments of torch DDP"):
-            self.strategy(name, gradient_as_bucket_view=True, static_graph=True)
+        with pytest.raises(ConfigError, match=r"^bucket_cap_mb, mixed_precision: these are arguments of torch DDP"):
+            self.strategy(name, bucket_cap_mb=3, mixed_precision=object(), static_graph=True)
 
     def test_defaults_which_lightning_cli_passes_one_and_all_are_not_mistaken_for_arguments(self, name):
         parameters = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,6 +51,40 @@ QWEN25_7B = {
     "num_attention_heads": 28,
     "num_key_value_heads": 4,
     "tie_word_embeddings": False,
+}
+QWEN3_600M = {
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "hidden_size": 1_024,
+    "intermediate_size": 3_072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+QWEN3_8B = {
+    **QWEN3_600M,
+    "hidden_size": 4_096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "tie_word_embeddings": False,
+}
+QWEN3_30B_A3B = {
+    **QWEN3_8B,
+    "model_type": "qwen3_moe",
+    "hidden_size": 2_048,
+    "intermediate_size": 6_144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
 }
 GPT2 = {"model_type": "gpt2", "vocab_size": 50_257, "n_positions": 1_024, "n_embd": 768, "n_layer": 12, "n_head": 12}
 LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -117,6 +153,9 @@ def refusal(config):
         (MIXTRAL_8X7B, 995, 46_702_792_704),
         (SMOLLM2_360M, 290, 361_821_120),
         (QWEN25_7B, 339, 7_615_616_512),
+        (QWEN3_600M, 310, 596_049_920),
+        (QWEN3_8B, 399, 8_190_735_360),
+        (QWEN3_30B_A3B, 18_867, 30_532_122_624),
         (DEEPSEEK_V2_LITE, 5_291, 15_706_484_224),
         # Published with the biases of 58 routers, 256 elements each that no gradient trains: 671,026,419,200 in 45,395 tensors.
         (DEEPSEEK_V3, 45_395 - 58, 671_026_419_200 - 58 * 256),
@@ -152,6 +191,55 @@ def test_gpt_2_has_the_names_and_shapes_of_its_checkpoint(write):
         ("transformer.ln_f.weight", (4,)),
         ("transformer.ln_f.bias", (4,)),
     ]
+
+
+def parameters_of_transformers(config):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: make setup installs it")
+    with torch.device("meta"):
+        module = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.from_pretrained(Path(config.path).parent)
+        )
+    return [(name, tuple(param.shape)) for name, param in module.named_parameters()]
+
+
+SMALL_QWEN3 = {
+    **QWEN3_600M,
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_qwen3_has_the_parameters_of_the_library_in_its_order(write, is_tied, has_bias):
+    config = write({**SMALL_QWEN3, "tie_word_embeddings": is_tied, "attention_bias": has_bias})
+
+    assert [(spec.name, spec.shape) for spec in param_specs(config)] == parameters_of_transformers(config)
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+def test_qwen3_with_experts_has_those_of_the_library_which_stacks_the_experts(write, key):
+    small = {**QWEN3_30B_A3B, **SMALL_QWEN3, "model_type": "qwen3_moe", "moe_intermediate_size": 24, "num_experts_per_tok": 2}
+    del small["num_experts"]
+    config = write({**small, key: 4})
+
+    found = {}
+    for spec in param_specs(config):
+        block, is_expert, rest = spec.name.partition(".mlp.experts.")
+        number, _, part = rest.partition(".")
+        assert spec.group == ("expert" if is_expert else "dense")
+        if not is_expert:
+            found[spec.name] = spec.shape
+        elif part == "down_proj.weight":
+            found[f"{block}{is_expert}down_proj"] = (int(number) + 1, *spec.shape)
+        else:  # gate_proj and up_proj, one above the other
+            found[f"{block}{is_expert}gate_up_proj"] = (int(number) + 1, 2 * spec.shape[0], spec.shape[1])
+    assert found == dict(parameters_of_transformers(config))
 
 
 def test_an_untied_gpt_2_has_a_head_and_a_feed_forward_width_may_be_given(write):
@@ -248,23 +336,23 @@ def test_a_run_config_names_the_file(write, tmp_path):
         (
             {**LLAMA2_7B, "model_type": "bert"},
             (
-                "config.json: model_type 'bert' is not known; known are gpt2, llama, mistral, mixtral, qwen2, deepseek_v2, "
-                "deepseek_v3. Describe another model by kind: llama, moe, params or factory"
+                "config.json: model_type 'bert' is not known; known are gpt2, llama, mistral, mixtral, qwen2, qwen3, "
+                "qwen3_moe, deepseek_v2, deepseek_v3. Describe another model by kind: llama, moe, params or factory"
             ),
         ),
         (
             {"hidden_size": 8},
             (
-                "config.json: model_type None is not known; known are gpt2, llama, mistral, mixtral, qwen2, "
-                "deepseek_v2, deepseek_v3. "
+                "config.json: model_type None is not known; known are gpt2, llama, mistral, mixtral, qwen2, qwen3, "
+                "qwen3_moe, deepseek_v2, deepseek_v3. "
                 "Describe another model by kind: llama, moe, params or factory"
             ),
         ),
         (
             {"model_type": ["llama"]},
             (
-                "config.json: model_type ['llama'] is not known; known are gpt2, llama, mistral, mixtral, qwen2, deepseek_v2, "
-                "deepseek_v3. Describe another model by kind: llama, moe, params or factory"
+                "config.json: model_type ['llama'] is not known; known are gpt2, llama, mistral, mixtral, qwen2, qwen3, "
+                "qwen3_moe, deepseek_v2, deepseek_v3. Describe another model by kind: llama, moe, params or factory"
             ),
         ),
         (
@@ -292,6 +380,10 @@ def test_a_run_config_names_the_file(write, tmp_path):
         (
             {**DEEPSEEK_V3, "kv_lora_rank": "wide"},
             "config.json: kv_lora_rank 'wide' is not a count; write 40000000, 4e7 or 40M",
+        ),
+        (
+            {**QWEN3_30B_A3B, "mlp_only_layers": [0]},
+            "config.json: mlp_only_layers=[0] is not known for model_type qwen3_moe, only []. Describe the model by kind: ",
         ),
         ({**GPT2, "add_cross_attention": True}, "config.json: add_cross_attention=True is not known for model_type gpt2"),
         ([1], "config.json: a config.json holds an object with keys such as model_type, not list"),
