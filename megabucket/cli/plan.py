@@ -34,6 +34,7 @@ def plan(
     from megabucket.cli.plan_text import bucket_lines, memory_lines, owner_lines, total_lines
     from megabucket.layout import build_layout
     from megabucket.planning.architecture import param_specs
+    from megabucket.planning.by_host import advise_run_by_host
     from megabucket.planning.describe import describe_rows, describe_totals
     from megabucket.planning.memory import memory_by_mode, offload_of_plan
     from megabucket.planning.owners import describe_owners
@@ -61,6 +62,7 @@ def plan(
             whole_params=whole_params,
         )
         owners = describe_owners(layout, whole_params) if run.ddp.use_distributed_optimizer else ()
+        by_host = advise_run_by_host(run, dp_size=dp_size, expert_dp_size=expert_dp_size)
     chosen = "reduce_scatter" if run.ddp.use_distributed_optimizer else "all_reduce"
     data = {
         "dp_size": dp_size,
@@ -73,11 +75,14 @@ def plan(
         "memory": {mode: {**asdict(each), "total_bytes": each.total_bytes} for mode, each in memory.items()},
         "offload": asdict(offload := offload_of_plan(layout, run.ddp, moments_per_element=moments, whole_params=whole_params)),
         "owners": [each.to_dict() for each in owners],
+        "by_host": None if by_host is None else by_host.to_dict(),
         "buckets": [asdict(row) for row in rows],
     }
     of_memory = memory_lines(memory, offload, optimizer=run.optimizer.name, dp_size=dp_size, chosen=chosen)
     of_owners = owner_lines(owners, optimizer=run.optimizer.name)
-    lines = chain(total_lines(totals, layout.fingerprint), of_memory, of_owners, bucket_lines(rows, show_all=show_all))
+    of_hosts = (*by_host.sentences, "") if by_host is not None else ()
+    of_buckets = bucket_lines(rows, show_all=show_all)
+    lines = chain(total_lines(totals, layout.fingerprint), of_memory, of_owners, of_hosts, of_buckets)
     print_answer(data, lines, as_json=json)
     _check_padding(totals.padding_fraction, max_padding)
 
