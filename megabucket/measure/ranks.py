@@ -166,9 +166,7 @@ def device_index(local_rank: int, num_local_ranks: int, num_devices: int, *, has
     return None
 
 
-def _exchange_places(
-    store: dist.Store, rank: int, num_ranks: int, place: Place, check: CheckPlaces
-) -> tuple[Place, ...]:
+def _exchange_places(store: dist.Store, rank: int, num_ranks: int, place: Place, check: CheckPlaces) -> tuple[Place, ...]:
     """Return the places of all ranks after all of them have checked these."""
     keys = [f"megabucket/place/{index}" for index in range(num_ranks)]
     store.set(keys[rank], json.dumps(place))

@@ -50,7 +50,9 @@ class HostAdvice:
     def sentences(self) -> tuple[str, ...]:
         """What to do, then both predictions."""
         config = f"num_distributed_optimizer_instances={self.num_hosts}"
-        mesh = f'init_device_mesh(device_type, ({self.num_hosts}, {self.ranks_per_host}), mesh_dim_names=("replicate", "shard"))'
+        mesh = (
+            f'init_device_mesh(device_type, ({self.num_hosts}, {self.ranks_per_host}), mesh_dim_names=("replicate", "shard"))'
+        )
         flat = "all-reduce over all ranks" if self.mode is Mode.ALL_REDUCE else "shards over all ranks"
         if self.is_faster_by_host:
             how = f"keep {config}" if self.is_by_host else f"wrap with process_group={mesh}; in a plan that is {config}"
@@ -61,11 +63,11 @@ class HostAdvice:
         memory = ""
         if self.more_bytes is not None:
             memory = f", and {format_bytes(abs(self.more_bytes))} {'less' if self.more_bytes < 0 else 'more'} memory of a rank"
-        return (
-            verdict,
+        predicted = (
             f"Predicted: {format_seconds(self.by_host_s)} a step with shards inside each of {self.num_hosts} hosts of "
-            f"{self.ranks_per_host} ranks and replicas across{memory}; {format_seconds(self.flat_s)} with {flat}.",
+            f"{self.ranks_per_host} ranks and replicas across{memory}; {format_seconds(self.flat_s)} with {flat}."
         )
+        return verdict, predicted
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
