@@ -86,5 +86,5 @@ def _host_lines(calibration: Calibration) -> Iterator[str]:
             ring, ranks = level.ring, counted(level.num_ranks, "rank")
             yield (
                 f"{name}: {ranks}, {level.way}: {format_seconds(ring.latency_s)} + {1e-9 * ring.bytes_per_s:.3g} GB/s from one "
-                f"rank to the next, up to {level.worst_residual:+.0%} off"
+                f"rank to the next, up to {abs(level.worst_residual):.0%} off"
             )
