@@ -119,12 +119,7 @@ def joined_ranks(
             )
     device = torch.device("cpu")
     if fabric is None and torch.cuda.is_available():
-        # SLURM shows each process one GPU, its own.
-        has_own = "," not in environment.get("CUDA_VISIBLE_DEVICES", ",")
-        index = device_index(local_rank, num_local_ranks, torch.cuda.device_count(), has_own_device=has_own)
-        if index is not None:
-            device = torch.device("cuda", index)
-            torch.cuda.set_device(device)
+        device = _choose_device(environment, local_rank, num_local_ranks)
     if not is_launched:
         yield Ranks(device=device, note=note)
         return
@@ -146,6 +141,16 @@ def joined_ranks(
         # the tensors of the last collective while the interpreter shuts down would abort the process.
         gc.collect()
         dist.destroy_process_group()
+
+
+def _choose_device(environment: Mapping[str, str], local_rank: int, num_local_ranks: int) -> torch.device:
+    # SLURM shows each process one GPU, its own.
+    has_own = "," not in environment.get("CUDA_VISIBLE_DEVICES", ",")
+    index = device_index(local_rank, num_local_ranks, torch.cuda.device_count(), has_own_device=has_own)
+    if index is None:
+        return torch.device("cpu")
+    torch.cuda.set_device(device := torch.device("cuda", index))
+    return device
 
 
 def device_index(local_rank: int, num_local_ranks: int, num_devices: int, *, has_own_device: bool) -> int | None:
