@@ -122,7 +122,7 @@ class DoctorReport:
     def outcome(self) -> str:
         """One sentence about all answers."""
         counts = Counter(line.status for line in self.lines)
-        asked = f"{len(self.lines)} questions in {format_seconds(self.wall_s)}"
+        asked = f"{len(self.lines)} question{'s'[: len(self.lines) != 1]} in {format_seconds(self.wall_s)}"
         if self.is_healthy:
             return f"everything that megabucket relies on holds ({asked}; notes: {counts[Status.NOTE]})"
         found = counts[Status.FINDING]
