@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from megabucket.cli.output import print_answer, progress, text_table
+from megabucket.cli.output import counted, print_answer, progress, text_table
 from megabucket.cli.workload import Overrides
 from megabucket.trace import CollectiveKind
 from megabucket.units import format_bytes, format_seconds, parse_count
@@ -71,6 +71,20 @@ def _lines(calibration: Calibration, out: Path) -> Iterator[str]:
         for (size, median_s), spread_s, residual in zip(table.points, table.spread_s, errors, strict=True):
             quartiles = " ".join(f"{quartile / median_s - 1:+.0%}" for quartile in spread_s)
             rows.append((name, format_bytes(size), format_seconds(median_s), quartiles, f"{residual:+.0%}"))
+    yield from _host_lines(calibration)
     yield from (str(text) for name, text in facts.items() if name.startswith("remark "))
     yield ""
     yield from text_table(rows)
+
+
+def _host_lines(calibration: Calibration) -> Iterator[str]:
+    levels = calibration.levels
+    if levels is None:
+        return
+    for name, level in (("inside a host", levels.inside), ("across hosts", levels.across)):
+        if level is not None:
+            ring, ranks = level.ring, counted(level.num_ranks, "rank")
+            yield (
+                f"{name}: {ranks}, {level.way}: {format_seconds(ring.latency_s)} + {1e-9 * ring.bytes_per_s:.3g} GB/s from one "
+                f"rank to the next, up to {abs(level.worst_residual):.0%} off"
+            )

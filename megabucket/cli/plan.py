@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from itertools import chain
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -34,6 +34,7 @@ def plan(
     from megabucket.cli.plan_text import bucket_lines, memory_lines, owner_lines, total_lines
     from megabucket.layout import build_layout
     from megabucket.planning.architecture import param_specs
+    from megabucket.planning.by_host import advise_run_by_host
     from megabucket.planning.describe import describe_rows, describe_totals
     from megabucket.planning.memory import memory_by_mode, offload_of_plan
     from megabucket.planning.owners import describe_owners
@@ -50,34 +51,29 @@ def plan(
         shards = shard_counts(dp_size, group_sizes, num_instances)
         layout = build_layout(specs, run.ddp, dp_size=shards["dense"], group_sizes=shards)
         totals = describe_totals(layout, rows := describe_rows(layout))
-        memory = memory_by_mode(
-            specs,
-            run.ddp,
-            dp_size=dp_size,
-            group_sizes=group_sizes,
-            num_instances=num_instances,
-            moments_per_element=moments,
-            activation_bytes=int(activation_gib * _GIB),
-            whole_params=whole_params,
-        )
+        ranks: dict[str, Any] = {"dp_size": dp_size, "group_sizes": group_sizes, "num_instances": num_instances}
+        of_optimizer: dict[str, Any] = {"moments_per_element": moments, "whole_params": whole_params}
+        memory = memory_by_mode(specs, run.ddp, **ranks, **of_optimizer, activation_bytes=int(activation_gib * _GIB))
         owners = describe_owners(layout, whole_params) if run.ddp.use_distributed_optimizer else ()
+        by_host = advise_run_by_host(run, dp_size=dp_size, expert_dp_size=expert_dp_size)
     chosen = "reduce_scatter" if run.ddp.use_distributed_optimizer else "all_reduce"
     data = {
-        "dp_size": dp_size,
+        **ranks,
         "expert_dp_size": group_sizes.get("expert"),
-        "group_sizes": group_sizes,
         "mode": chosen,
-        "num_instances": num_instances,
         "fingerprint": layout.fingerprint,
         "totals": asdict(totals),
         "memory": {mode: {**asdict(each), "total_bytes": each.total_bytes} for mode, each in memory.items()},
-        "offload": asdict(offload := offload_of_plan(layout, run.ddp, moments_per_element=moments, whole_params=whole_params)),
+        "offload": asdict(offload := offload_of_plan(layout, run.ddp, **of_optimizer)),
         "owners": [each.to_dict() for each in owners],
+        "by_host": None if by_host is None else by_host.to_dict(),
         "buckets": [asdict(row) for row in rows],
     }
     of_memory = memory_lines(memory, offload, optimizer=run.optimizer.name, dp_size=dp_size, chosen=chosen)
     of_owners = owner_lines(owners, optimizer=run.optimizer.name)
-    lines = chain(total_lines(totals, layout.fingerprint), of_memory, of_owners, bucket_lines(rows, show_all=show_all))
+    of_hosts = (*by_host.sentences, "") if by_host is not None else ()
+    of_buckets = bucket_lines(rows, show_all=show_all)
+    lines = chain(total_lines(totals, layout.fingerprint), of_memory, of_owners, of_hosts, of_buckets)
     print_answer(data, lines, as_json=json)
     _check_padding(totals.padding_fraction, max_padding)
 

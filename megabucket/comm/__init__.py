@@ -17,6 +17,7 @@ from megabucket.comm.communicator import (
 )
 from megabucket.comm.device import Accelerator, Arrival, GradStreams
 from megabucket.comm.exchange import Exchange, Gate, exchange
+from megabucket.comm.hosts import HostMap, Place
 from megabucket.comm.liveness.watch import Liveness
 from megabucket.comm.samehost import SameHostCommunicator, with_same_host_copies
 from megabucket.comm.torch import ProcessGroupCommunicator, discover_communicator
@@ -36,8 +37,10 @@ __all__ = [
     "Gate",
     "GradStreams",
     "Handle",
+    "HostMap",
     "Liveness",
     "LocalCommunicator",
+    "Place",
     "ProcessGroupCommunicator",
     "ReduceOp",
     "ReduceScatter",

@@ -268,7 +268,7 @@ def find_peer_memory(send_to_all: SendToAll, *, rank: int) -> PeerMemory | None:
     nonce = os.urandom(_NONCE_BYTES)
     kept = ctypes.create_string_buffer(nonce, _NONCE_BYTES)
     process = identify_this_process()
-    spaces = [process.pid_space, _network_space()]
+    spaces = [process.pid_space, network_space()]
     own = [spaces, process.pid, ctypes.addressof(kept), nonce.hex()]
     peers = [json.loads(word) for word in send_to_all(json.dumps(own).encode())]
     can_read = all(spaces) and all(
@@ -280,7 +280,7 @@ def find_peer_memory(send_to_all: SendToAll, *, rank: int) -> PeerMemory | None:
     return PeerMemory([pid for _, pid, _, _ in peers], rank=rank) if all_can else None
 
 
-def _network_space() -> str:
+def network_space() -> str:
     """Return an id of the network namespace; empty if unknown. Socket names are valid inside one namespace."""
     try:
         return str(Path("/proc/self/ns/net").readlink())

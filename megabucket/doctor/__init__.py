@@ -1,5 +1,6 @@
-"""The self-check: ten questions to the ranks of this run, the last one about gradients through the configured path.
+"""The self-check: questions to the ranks of this run, one of them about gradients through the configured path.
 
+Ten questions, and three more where the ranks are on several hosts.
 ``run_doctor`` asks and answers; ``megabucket doctor`` prints the report. Training needs nothing from here.
 """
 

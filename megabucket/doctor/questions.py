@@ -23,7 +23,18 @@ import torch
 import torch.distributed as dist
 
 from megabucket._version import __version__
-from megabucket.comm import Accelerator, AllGather, AllReduce, Broadcast, Call, Communicator, ReduceOp, ReduceScatter
+from megabucket.comm import (
+    Accelerator,
+    AllGather,
+    AllReduce,
+    Broadcast,
+    Call,
+    Communicator,
+    HostMap,
+    Place,
+    ReduceOp,
+    ReduceScatter,
+)
 from megabucket.comm.samehost import LEAST_BYTES, SameHostCommunicator
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.doctor.report import Fact, Status
@@ -47,6 +58,13 @@ class Bench:
     config: DistributedDataParallelConfig
     group: dist.ProcessGroup | None = None
     """The process group behind the communicator, if there is one."""
+    places: tuple[Place, ...] = ()
+    """Of all ranks."""
+
+    @property
+    def hosts(self) -> HostMap:
+        """The hosts of all ranks."""
+        return HostMap.of(self.places)
 
     @property
     def rank(self) -> int:
@@ -135,7 +153,8 @@ def versions(bench: Bench) -> Fact:
     python, apex = platform.python_version(), about_apex(bench.device)
     libraries = f"megabucket {__version__}, torch {torch.__version__}, Python"
     alike = ", ".join(filter(None, (device, f"{libraries} {python}", apex)))
-    return Fact(f"{socket.gethostname()}: {alike}", same=f"{libraries} {python.rpartition('.')[0]}", alike=alike)
+    answer = alike if bench.hosts.is_several else f"{socket.gethostname()}: {alike}"  # else the line names the hosts
+    return Fact(answer, same=f"{libraries} {python.rpartition('.')[0]}", alike=alike)
 
 
 def config(bench: Bench) -> Fact:

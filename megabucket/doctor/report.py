@@ -1,4 +1,4 @@
-"""Facts of one rank, the answer that all ranks' facts give, and the report. No torch."""
+"""Facts of one rank, the answer that all ranks' facts give, and the report."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, NamedTuple
 
+from megabucket.comm.hosts import HostMap
 from megabucket.errors import rank_list, values_by_rank
 from megabucket.units import format_seconds
 
@@ -46,6 +47,8 @@ class Question(NamedTuple):
     """What depends on the answer."""
     is_required: bool = True
     """Whether a refusal is a finding; otherwise it is a note."""
+    advice: str = ""
+    """What to do about a finding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +61,13 @@ class Line:
     meaning: str
     ranks: tuple[int, ...] = ()
     """Ranks at fault, or else ranks that differ from the others; empty if it concerns all ranks or none."""
+    hosts: str = ""
+    """Those of the ranks, if all ranks are on several hosts."""
+    advice: str = ""
+    """What to do about a finding; empty for other answers, and where nothing helps in general."""
 
 
-def line_of(question: Question, facts: Sequence[Fact]) -> Line:
+def line_of(question: Question, facts: Sequence[Fact], hosts: HostMap = HostMap()) -> Line:  # noqa: B008 - frozen
     """Return the answer to a question, given the facts of all ranks in rank order: the worst status counts."""
     status = max((Status(fact.status) for fact in facts), key=list(Status).index)
     odd, unlike = _odd_ones_out([fact.same for fact in facts]), _odd_ones_out([fact.alike for fact in facts])
@@ -73,8 +80,12 @@ def line_of(question: Question, facts: Sequence[Fact]) -> Line:
     elif unlike and status is Status.HOLDS:
         status = Status.NOTE
     answers = [fact.answer for fact in facts]
-    answer = values_by_rank(answers) if len(set(answers)) > 1 else answers[0]
-    return Line(question.text, status, answer, question.meaning, tuple(sorted(ranks)))
+    answer = answers[0]
+    if len(set(answers)) > 1:
+        answer = hosts.by_host(answers) if hosts.is_several else values_by_rank(answers)
+    at_fault = tuple(sorted(ranks))
+    advice = question.advice if status is Status.FINDING else ""
+    return Line(question.text, status, answer, question.meaning, at_fault, hosts.names_of(at_fault), advice)
 
 
 def _odd_ones_out(values: Sequence[str]) -> set[int]:
@@ -94,6 +105,8 @@ class DoctorReport:
     lines: tuple[Line, ...]
     wall_s: float
     """Seconds this rank took."""
+    hosts: tuple[str, ...] = ()
+    """Of each rank, if they are on several."""
 
     @property
     def findings(self) -> tuple[Line, ...]:
@@ -109,15 +122,23 @@ class DoctorReport:
     def outcome(self) -> str:
         """One sentence about all answers."""
         counts = Counter(line.status for line in self.lines)
-        asked = f"{len(self.lines)} questions in {format_seconds(self.wall_s)}"
+        asked = f"{len(self.lines)} question{'s'[: len(self.lines) != 1]} in {format_seconds(self.wall_s)}"
         if self.is_healthy:
             return f"everything that megabucket relies on holds ({asked}; notes: {counts[Status.NOTE]})"
         found = counts[Status.FINDING]
         ranks = sorted({rank for line in self.findings for rank in line.ranks})
         about = f" about {rank_list(ranks)}" if ranks else ""
+        if ranks and self.hosts:
+            about += f" on {HostMap(self.hosts).names_of(ranks)}"
         return f"{found} finding{'' if found == 1 else 's'}{about}: do not train before it is cleared up ({asked})"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, ready for JSON."""
         lines = [{**asdict(line), "status": line.status.value, "ranks": list(line.ranks)} for line in self.lines]
-        return {"schema": SCHEMA_VERSION, "is_healthy": self.is_healthy, **asdict(self), "lines": lines}
+        return {
+            "schema": SCHEMA_VERSION,
+            "is_healthy": self.is_healthy,
+            **asdict(self),
+            "hosts": list(self.hosts),
+            "lines": lines,
+        }

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any, Final
 
@@ -16,6 +15,7 @@ from typing_extensions import Self
 from megabucket.comm import Communicator, discover_communicator
 from megabucket.errors import ConfigError
 from megabucket.measure.collectives import Timing, cells_of, time_collectives
+from megabucket.measure.hosts import HostLevels, measure_levels
 from megabucket.measure.ranks import Ranks, machine_facts
 from megabucket.planning.links import Fact, LinkTable, MeasuredLink, TableKey, fit_affine
 from megabucket.planning.run_config import FabricConfig
@@ -52,6 +52,8 @@ class Calibration:
     link: MeasuredLink
     """Medians, quartiles and facts."""
     timings: tuple[Timing, ...]
+    levels: HostLevels | None = None
+    """The times inside a host and across hosts, if the ranks are on several."""
 
     @classmethod
     def of(cls, timings: Sequence[Timing], num_ranks: int, facts: Mapping[str, Fact]) -> Self:
@@ -71,6 +73,20 @@ class Calibration:
         for table, rows in zip(data["tables"], _by_table(self.timings).values(), strict=True):
             table |= {"fit": fit_affine(table["points"])._asdict(), "seconds": [row.seconds for row in rows]}
         return data
+
+    def with_levels(self, levels: HostLevels | None, obstacle: str) -> Calibration:
+        """Return the calibration with the times by host and the lines through them, or the reason why there are none."""
+        facts = dict(self.link.facts)
+        if levels is None:
+            facts["remark hosts"] = f"no times inside hosts and across them: {obstacle}; start equally many ranks on each host"
+            return replace(self, link=self.link.model_copy(update={"facts": facts}))
+        named = [("inside a host", levels.inside), ("across hosts", levels.across)]
+        for name, level in named:
+            if level is not None and abs(worst := level.worst_residual) > POOR_RESIDUAL:
+                facts[f"remark {name}"] = f"{name}: the line is up to {worst:+.0%} off; predictions by host are as far off"
+        if levels.inside is not None:
+            facts["inside"] = levels.inside.way
+        return replace(self, link=self.link.model_copy(update={"hosts": levels.link, "facts": facts}), levels=levels)
 
 
 def residuals(table: LinkTable) -> list[float]:
@@ -118,14 +134,21 @@ def measure_link(plan: CalibrationPlan, ranks: Ranks, *, fabric: FabricConfig | 
         "origin": "measured" if fabric is None else "measured on an emulated fabric",
         "backend": ranks.backend,
         "ranks": ranks.num_ranks,
-        "hosts": len(set(ranks.gather(platform.node()))),
+        "hosts": max(len(ranks.hosts.ranks), 1),
         "cores_per_host": os.cpu_count(),
         "repetitions": plan.repetitions,
         **machine_facts(ranks.device),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **{f"fabric_{name}": value for name, value in (fabric.model_dump() if fabric is not None else {}).items()},
     }
-    return Calibration.of(timings, ranks.num_ranks, facts)
+    calibration = Calibration.of(timings, ranks.num_ranks, facts)
+    if not ranks.hosts.is_several:
+        return calibration
+    ranks.note("timing inside hosts and across them")
+    levels = measure_levels(
+        ranks, ranks.hosts, max_bytes=plan.max_bytes, dtypes=plan.dtypes, kinds=plan.kinds, repetitions=plan.repetitions
+    )
+    return calibration.with_levels(levels, ranks.hosts.obstacle)
 
 
 def pipelined_link(calibration: Calibration, communicator: Communicator, *, device: torch.device) -> MeasuredLink:
@@ -148,4 +171,4 @@ def pipelined_link(calibration: Calibration, communicator: Communicator, *, devi
         key: [(float(row.cell.num_bytes), undisturbed_s[row.cell]) for row in rows]
         for key, rows in _by_table(calibration.timings).items()
     }
-    return MeasuredLink.of(points, calibration.link.num_ranks)
+    return MeasuredLink.of(points, calibration.link.num_ranks).model_copy(update={"hosts": calibration.link.hosts})

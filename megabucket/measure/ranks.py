@@ -6,6 +6,7 @@ Reads torchrun's variables from a mapping that the command line passes in. A pro
 from __future__ import annotations
 
 import gc
+import json
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,8 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from megabucket._version import __version__
-from megabucket.comm import Accelerator
+from megabucket.comm import Accelerator, HostMap, Place
+from megabucket.comm.hosts import LOOPBACK_ADVICE, find_place, loopback_problem
 from megabucket.errors import ConfigError, log_once
 from megabucket.planning.run_config import FabricConfig
 
@@ -33,6 +35,20 @@ Note: TypeAlias = Callable[[str], None]
 """Called with the next activity, for the user to see."""
 
 _TIMEOUT: Final = timedelta(minutes=10)
+
+CheckPlaces: TypeAlias = Callable[[int, Sequence[Place]], None]
+"""Called with this rank and the places of all before they connect; an error ends the run on every rank."""
+
+
+def refuse_loopback(_: int, places: Sequence[Place]) -> None:
+    """Refuse addresses that other hosts cannot reach: gloo would try to connect, then fail without their names.
+
+    Raises:
+        ConfigError: ranks are on several hosts, and gloo makes some of them reachable on loopback only.
+    """
+    problem, _ranks = loopback_problem(places)
+    if problem:
+        raise ConfigError(f"{problem}; {LOOPBACK_ADVICE}")
 
 
 def silent(_: str) -> None:
@@ -50,6 +66,13 @@ class Ranks:
     """``gloo``, ``nccl``, ``megabucket_fabric``, or ``none`` for one process alone."""
     note: Note = silent
     """Tells the user the next activity, on the first rank."""
+    places: tuple[Place, ...] = ()
+    """Of all ranks; empty: all of them share one host."""
+
+    @property
+    def hosts(self) -> HostMap:
+        """The hosts of all ranks."""
+        return HostMap.of(self.places)
 
     def gather(self, value: T) -> list[T]:
         """Return the ``value`` of every rank, in rank order. All ranks must call it."""
@@ -61,7 +84,13 @@ class Ranks:
 
 
 @contextmanager
-def joined_ranks(environment: Mapping[str, str], fabric: FabricConfig | None = None, *, note: Note = silent) -> Iterator[Ranks]:
+def joined_ranks(
+    environment: Mapping[str, str],
+    fabric: FabricConfig | None = None,
+    *,
+    note: Note = silent,
+    check_places: CheckPlaces = refuse_loopback,
+) -> Iterator[Ranks]:
     """Join the other processes inside the context: over NCCL if this host has a GPU for each, else over gloo on CPU.
 
     The process group is destroyed at the end, also after an error.
@@ -70,10 +99,11 @@ def joined_ranks(environment: Mapping[str, str], fabric: FabricConfig | None = N
         environment: has torchrun's variables; without them this process is alone.
         fabric: an emulated link to use instead, on CPU.
         note: called on the first rank only.
+        check_places: called before the ranks connect, while only their store is there.
 
     Raises:
         ConfigError: a variable is missing, not a number or out of range, or the ranks are not all on one machine and a fabric
-            is given.
+            is given, or other hosts cannot reach the address of a rank.
     """
     is_launched = "RANK" in environment or "WORLD_SIZE" in environment
     rank, num_ranks, local_rank, num_local_ranks = (
@@ -89,23 +119,38 @@ def joined_ranks(environment: Mapping[str, str], fabric: FabricConfig | None = N
             )
     device = torch.device("cpu")
     if fabric is None and torch.cuda.is_available():
-        # SLURM shows each process one GPU, its own.
-        has_own = "," not in environment.get("CUDA_VISIBLE_DEVICES", ",")
-        index = device_index(local_rank, num_local_ranks, torch.cuda.device_count(), has_own_device=has_own)
-        if index is not None:
-            device = torch.device("cuda", index)
-            torch.cuda.set_device(device)
+        device = _choose_device(environment, local_rank, num_local_ranks)
     if not is_launched:
         yield Ranks(device=device, note=note)
         return
-    backend = _start_group(fabric, device)
+    places: tuple[Place, ...] = ()
+    if fabric is None:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        store, _, _ = next(dist.rendezvous("env://", rank, num_ranks, timeout=_TIMEOUT))
+        store.set_timeout(_TIMEOUT)
+        places = _exchange_places(store, rank, num_ranks, find_place(environment, uses_gloo=backend == "gloo"), check_places)
+        device_id = device if device.type == "cuda" else None
+        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=_TIMEOUT, device_id=device_id)
+        del store  # the group holds it
+    else:
+        backend = _start_fabric(fabric)
     try:
-        yield Ranks(rank, num_ranks, device, backend, note if rank == 0 else silent)
+        yield Ranks(rank, num_ranks, device, backend, note if rank == 0 else silent, places)
     finally:
         # The group's threads live as long as anything refers to it, and wrappers have reference cycles. A thread that releases
         # the tensors of the last collective while the interpreter shuts down would abort the process.
         gc.collect()
         dist.destroy_process_group()
+
+
+def _choose_device(environment: Mapping[str, str], local_rank: int, num_local_ranks: int) -> torch.device:
+    # SLURM shows each process one GPU, its own.
+    has_own = "," not in environment.get("CUDA_VISIBLE_DEVICES", ",")
+    index = device_index(local_rank, num_local_ranks, torch.cuda.device_count(), has_own_device=has_own)
+    if index is None:
+        return torch.device("cpu")
+    torch.cuda.set_device(device := torch.device("cuda", index))
+    return device
 
 
 def device_index(local_rank: int, num_local_ranks: int, num_devices: int, *, has_own_device: bool) -> int | None:
@@ -126,12 +171,22 @@ def device_index(local_rank: int, num_local_ranks: int, num_devices: int, *, has
     return None
 
 
-def _start_group(fabric: FabricConfig | None, device: torch.device) -> str:
-    """Initialize the default process group and return the name of its back-end."""
-    if fabric is None:
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=_TIMEOUT, device_id=device if device.type == "cuda" else None)
-        return backend
+def _exchange_places(store: dist.Store, rank: int, num_ranks: int, place: Place, check: CheckPlaces) -> tuple[Place, ...]:
+    """Return the places of all ranks after all of them have checked these."""
+    keys = [f"megabucket/place/{index}" for index in range(num_ranks)]
+    store.set(keys[rank], json.dumps(place))
+    places = tuple(Place(*json.loads(store.get(key))) for key in keys)
+    try:
+        check(rank, places)
+    finally:
+        # A launcher ends all ranks once one has failed, so none leaves before the first one has printed.
+        store.set(f"megabucket/checked/{rank}", "")
+        store.wait([f"megabucket/checked/{index}" for index in range(num_ranks)])
+    return places
+
+
+def _start_fabric(fabric: FabricConfig) -> str:
+    """Initialize the default process group on an emulated link and return the name of its back-end."""
     from megabucket.testing.fabric import EmulatedFabric  # POSIX only
 
     emulated = EmulatedFabric(fabric.latency_s, fabric.bytes_per_s, moves_data=fabric.moves_data)

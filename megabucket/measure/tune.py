@@ -29,11 +29,12 @@ from megabucket.measure.host import host_costs, optimizer_s, time_phases
 from megabucket.measure.profile import ProfilePlan, choose_rank, profile_steps
 from megabucket.measure.program import Trainee, TrainingProgram, WorkloadFunction, make_program, trainable_specs
 from megabucket.measure.ranks import Ranks, check_writable
+from megabucket.planning.by_host import HostAdvice, advise_by_host
 from megabucket.planning.candidates import DEFAULT, Candidate, Decision, Measured, decide, find_candidates, in_mode, pick
 from megabucket.planning.documents import write_text
 from megabucket.planning.links import Link
 from megabucket.planning.run_config import RunConfig
-from megabucket.planning.setting import SIZE_FIELDS
+from megabucket.planning.setting import SIZE_FIELDS, Setting
 from megabucket.planning.simulate import FENCE, Mode
 
 _CUTTING: Final = (*SIZE_FIELDS, "bucket_order", "bucket_groups")
@@ -76,6 +77,8 @@ class Tuning:
     decision: Decision
     facts: Mapping[str, Any]
     """Plain data: ranks, back-end, host costs, the profile's times."""
+    by_host: HostAdvice | None = None
+    """Shards inside each host against the config's, on the measured link; ``None`` where ranks are no grid of hosts."""
 
     @property
     def choice(self) -> Candidate:
@@ -109,7 +112,9 @@ class Tuning:
                 row |= {"num_faster": found.num_faster, "num_rounds": found.num_rounds}
             rows.append(row)
         names = ("choice", "is_default", "is_undecided", "num_rounds_needed", "visible_gain")
-        return {**{name: getattr(self.decision, name) for name in names}, "facts": self.facts, "candidates": rows}
+        by_host = None if self.by_host is None else self.by_host.to_dict()
+        decision = {name: getattr(self.decision, name) for name in names}
+        return {**decision, "facts": self.facts, "by_host": by_host, "candidates": rows}
 
     @property
     def summary(self) -> tuple[str, ...]:
@@ -128,15 +133,16 @@ class Tuning:
             gain = f"faster than the default by {chosen.gain:.1%} (95 % interval over all candidates: {interval})"
             verdict = f"{printable(chosen.name)} is {gain}"
         errors = [each.predicted_s / self.measured_s(each.name) - 1 for each in self.candidates if each.name in self.seconds]
+        lines = (verdict, where, *(() if self.by_host is None else self.by_host.sentences))
         if (least := min(map(abs, errors))) < _POOR_PREDICTION:
-            return verdict, where
+            return lines
         way = "too long" if min(errors) > 0 else "too short" if max(errors) < 0 else "off"
         missed = (
             f"every prediction is at least {least:.0%} {way}: the measured link or compute is not that of these steps, and "
             "plans that were not run may be better. Keep the machine idle, compare with megabucket calibrate and profile, "
             "raise --candidates"
         )
-        return verdict, where, missed
+        return (*lines, missed)
 
 
 def tune_program(
@@ -190,7 +196,9 @@ class _Tuner:
             "collective_overhead_s": overhead_s,
             "modes": {mode.value: _mode_facts(known) for mode, known in measured.items()},
         }
-        return Tuning(candidates, seconds, decide(seconds), facts)
+        known = measured[Mode.of(default)]
+        setting = Setting(known.workload, link, default, ranks.num_ranks, self._specs, host=known.host)
+        return Tuning(candidates, seconds, decide(seconds), facts, advise_by_host(setting))
 
     def _measure_link(self) -> tuple[Link, float]:
         """Return the times of collectives on the lane, and the extra time of one that is waited for alone."""

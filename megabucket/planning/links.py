@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 
 import annotated_types as at
 import yaml
@@ -35,6 +35,9 @@ TableKey: TypeAlias = tuple[CollectiveKind, str]
 """Operation and dtype that a table was measured for."""
 
 Fact: TypeAlias = bool | int | float | str | None
+
+_LEAST_SECONDS_PER_BYTE: Final = 1e-15
+"""Of a fitted ring, whose times may not grow with the bytes."""
 
 _Pairs: TypeAlias = Annotated[
     tuple[Annotated[tuple[NonNegative, NonNegative], BeforeValidator(read_tuple)], ...],
@@ -83,6 +86,19 @@ class Link(Section):
     def is_affine(self) -> bool:
         """Whether every cost is exactly affine in the bytes."""
         return True
+
+    @property
+    def ranks_per_host(self) -> int | None:
+        """Ranks of a host, where ranks of one host have a link of their own; ``None``: all ranks are alike."""
+        return None
+
+    def within(self, num_ranks: int) -> Link:  # noqa: ARG002 - of other links
+        """Return the link of ``num_ranks`` neighbours, as those of a replica."""
+        return self
+
+    def across(self, num_ranks: int) -> Link:  # noqa: ARG002 - of other links
+        """Return the link between ranks that are ``num_ranks`` apart, as those that hold the same shard in each replica."""
+        return self
 
 
 class FlatLink(Link):
@@ -175,6 +191,15 @@ class TwoLevelLink(Link):
         between = self.between.affine(kind, num_ranks // per_node, dtype)
         return Affine(inside.latency_s + between.latency_s, inside.seconds_per_byte + between.seconds_per_byte / per_node)
 
+    @property
+    def ranks_per_host(self) -> int:
+        """Ranks of a node."""
+        return self.ranks_per_node
+
+    def across(self, num_ranks: int) -> TwoLevelLink:
+        """Return the link in which a node has fewer ranks that are so far apart, or one."""
+        return self.model_copy(update={"ranks_per_node": max(1, self.ranks_per_node // num_ranks)})
+
 
 class ReplicatedLink(Link):
     """A grid of replicas, each of ``num_ranks`` shards: a reduce-scatter inside, then an all-reduce of the shard over replicas.
@@ -192,7 +217,7 @@ class ReplicatedLink(Link):
         Raises:
             ConfigError: the link cannot say.
         """
-        inside_s = self.link.collective_s(kind, payload_bytes, self._inside(kind, num_ranks), dtype)
+        inside_s = self._inside(kind, num_ranks).collective_s(kind, payload_bytes, self._num_inside(kind, num_ranks), dtype)
         if kind is not CollectiveKind.REDUCE_SCATTER:
             return inside_s
         return inside_s + self.over_replicas_s(payload_bytes / num_ranks, num_ranks, dtype)
@@ -203,22 +228,23 @@ class ReplicatedLink(Link):
         Raises:
             ConfigError: the link cannot say.
         """
-        return self._over(num_ranks).collective_s(CollectiveKind.ALL_REDUCE, shard_bytes, self.num_instances, dtype)
+        over = self.link.across(num_ranks)
+        return over.collective_s(CollectiveKind.ALL_REDUCE, shard_bytes, self.num_instances, dtype)
 
     def affine(self, kind: CollectiveKind, num_ranks: int, dtype: str = "float32") -> Affine:
         """Return latency and slope of both collectives together."""
-        inside = self.link.affine(kind, self._inside(kind, num_ranks), dtype)
+        inside = self._inside(kind, num_ranks).affine(kind, self._num_inside(kind, num_ranks), dtype)
         if kind is not CollectiveKind.REDUCE_SCATTER:
             return inside
-        over = self._over(num_ranks).affine(CollectiveKind.ALL_REDUCE, self.num_instances, dtype)
+        over = self.link.across(num_ranks).affine(CollectiveKind.ALL_REDUCE, self.num_instances, dtype)
         return _both(inside, over, num_ranks)
 
     def least(self, kind: CollectiveKind, num_ranks: int, dtype: str, most_bytes: float) -> Affine:
         """Return the least of both collectives together."""
-        inside = self.link.least(kind, self._inside(kind, num_ranks), dtype, most_bytes)
+        inside = self._inside(kind, num_ranks).least(kind, self._num_inside(kind, num_ranks), dtype, most_bytes)
         if kind is not CollectiveKind.REDUCE_SCATTER:
             return inside
-        over = self._over(num_ranks).least(CollectiveKind.ALL_REDUCE, self.num_instances, dtype, most_bytes / num_ranks)
+        over = self.link.across(num_ranks).least(CollectiveKind.ALL_REDUCE, self.num_instances, dtype, most_bytes / num_ranks)
         return _both(inside, over, num_ranks)
 
     @property
@@ -226,16 +252,17 @@ class ReplicatedLink(Link):
         """As the link between the ranks is."""
         return self.link.is_affine
 
-    def _inside(self, kind: CollectiveKind, num_ranks: int) -> int:
+    def _num_inside(self, kind: CollectiveKind, num_ranks: int) -> int:
         """Return the ranks that take part in the first collective."""
-        is_in_replica = kind in {CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_GATHER, CollectiveKind.ALL_TO_ALL}
-        return num_ranks if is_in_replica else num_ranks * self.num_instances
+        return num_ranks if _stays_in_replica(kind) else num_ranks * self.num_instances
 
-    def _over(self, num_ranks: int) -> Link:
-        """Return the link between ranks that are ``num_ranks`` apart."""
-        if not isinstance(self.link, TwoLevelLink):
-            return self.link
-        return self.link.model_copy(update={"ranks_per_node": max(1, self.link.ranks_per_node // num_ranks)})
+    def _inside(self, kind: CollectiveKind, num_ranks: int) -> Link:
+        """Return the link of the first collective."""
+        return self.link.within(num_ranks) if _stays_in_replica(kind) else self.link
+
+
+def _stays_in_replica(kind: CollectiveKind) -> bool:
+    return kind in {CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_GATHER, CollectiveKind.ALL_TO_ALL}
 
 
 def _both(inside: Affine, over: Affine, num_shards: int) -> Affine:
@@ -290,6 +317,12 @@ class MeasuredLink(Link):
     An ``all_to_all`` that was not measured takes the times of the ``all_gather`` in which a rank sends as many bytes.
     """
 
+    hosts: TwoLevelLink | None = None
+    """The lines through the times inside a host and across hosts, where the ranks were on several of them.
+
+    Used for replicas of shards, such as shards inside a host: the tables are those of all ranks together.
+    """
+
     facts: Annotated[dict[str, Fact], at.MaxLen(100)] = Field(default_factory=dict)
     """Where it was measured: device, backend, versions. Shown, never used."""
 
@@ -315,6 +348,19 @@ class MeasuredLink(Link):
     def is_affine(self) -> bool:
         """A table is flat below its first point."""
         return False
+
+    @property
+    def ranks_per_host(self) -> int | None:
+        """Ranks of a host, if the ranks that measured were on several."""
+        return None if self.hosts is None else self.hosts.ranks_per_node
+
+    def within(self, num_ranks: int) -> Link:
+        """Return the lines by host for fewer ranks than measured the tables."""
+        return self if self.hosts is None or num_ranks == self.num_ranks else self.hosts
+
+    def across(self, num_ranks: int) -> Link:
+        """Return the lines by host for ranks that are ``num_ranks`` apart."""
+        return self if self.hosts is None else self.hosts.across(num_ranks)
 
     def points(self, kind: CollectiveKind, num_ranks: int, dtype: str = "float32") -> tuple[Point, ...]:
         """Return the measured points of an operation, in the dtype or one that stands in for it: float32, else the first.
@@ -396,6 +442,27 @@ def fit_affine(points: Sequence[Point]) -> Affine:
     # The sum of squares is convex, so with a bound that binds the optimum lies on that bound.
     lines = (line for line in candidates if min(line) >= 0)
     return min(lines, key=lambda line: sum((line(s) / t - 1) ** 2 for s, t in timed))
+
+
+def fit_ring(points: Mapping[TableKey, Sequence[Point]], num_ranks: int) -> RingLink:
+    """Return the ring that fits the times of several operations best, as ``fit_affine`` fits one.
+
+    Args:
+        points: of all-reduce, reduce-scatter, all-gather or broadcast; at least two sizes.
+        num_ranks: ranks of the ring that was measured, 2 or more.
+
+    >>> ring = RingLink(latency_s=1e-5, bytes_per_s=1e9)
+    >>> keys = [(kind, "float32") for kind in (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER)]
+    >>> measured = {key: [(size, ring.collective_s(key[0], size, 4)) for size in (1024, 4096)] for key in keys}
+    >>> round(fit_ring(measured, 4).latency_s, 9), round(fit_ring(measured, 4).bytes_per_s)
+    (1e-05, 1000000000)
+    """
+    steps = []  # bytes and seconds of one step of the ring
+    for (kind, _), of_kind in points.items():
+        num_steps = (num_ranks - 1) * kind.ring_passes
+        steps += [(size / num_ranks, seconds / num_steps) for size, seconds in of_kind]
+    line = fit_affine(steps)
+    return RingLink(latency_s=line.latency_s, bytes_per_s=1 / max(line.seconds_per_byte, _LEAST_SECONDS_PER_BYTE))
 
 
 # The section, and files #

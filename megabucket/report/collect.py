@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 from megabucket.errors import ConfigError
 from megabucket.layout import ModelLayout, ParamSpec, build_layout, launch_order, shard_owners
 from megabucket.planning import RunConfig
+from megabucket.planning.by_host import HostAdvice, advise_by_host
 from megabucket.planning.cuts import BucketPlan, plan_of_layout
 from megabucket.planning.describe import describe_rows
 from megabucket.planning.memory import memory_by_mode
@@ -74,6 +75,8 @@ class Report:
     scaling_gaps: tuple[str, ...]
     """Why points are missing."""
     measured: Measured | None = None
+    by_host: HostAdvice | None = None
+    """Shards inside each host against shards over all ranks; ``None`` where the link knows no hosts."""
 
     @property
     def setting(self) -> Setting:
@@ -106,7 +109,7 @@ class Report:
         ]
         if all(tensor.backward_s == 0 for tensor in self.setting.workload.tensors):
             sentences.append("The workload does not say when gradients become ready, so nothing can be hidden behind backward.")
-        return tuple(sentences)
+        return (*sentences, *(() if self.by_host is None else self.by_host.sentences))
 
     def plan(self, key: str) -> NamedPlan | None:
         """Return a plan by its key."""
@@ -151,6 +154,7 @@ class Report:
             "scaling": self.scaling,
             "scaling_gaps": self.scaling_gaps,
             "measured": measured,
+            "by_host": None if self.by_host is None else self.by_host.to_dict(),
         }
 
 
@@ -200,7 +204,9 @@ def collect(
             gaps[str(error)] = None
     note("the layout")
     buckets = bucket_rows(_layout_of(setting), is_sharded=setting.ddp.use_distributed_optimizer)
-    return Report(title, outlook, _named_plans(outlook), tuple(buckets), tuple(memory), tuple(scaling), tuple(gaps), measured)
+    by_host = advise_by_host(setting, moments_per_element=run.optimizer.moments_per_element)
+    named = _named_plans(outlook)
+    return Report(title, outlook, named, tuple(buckets), tuple(memory), tuple(scaling), tuple(gaps), measured, by_host)
 
 
 def _named_plans(outlook: Outlook) -> tuple[NamedPlan, ...]:

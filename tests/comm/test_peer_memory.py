@@ -19,7 +19,7 @@ def hold_nonce(connection):
     nonce = bytes(range(16))
     kept = ctypes.create_string_buffer(nonce, len(nonce))
     process = identify_this_process()
-    spaces = [process.pid_space, samehost._network_space()]
+    spaces = [process.pid_space, samehost.network_space()]
     connection.send({"spaces": spaces, "pid": process.pid, "nonce_address": ctypes.addressof(kept), "nonce": nonce.hex()})
     connection.recv()
 
@@ -65,7 +65,7 @@ def test_a_process_of_this_host_can_be_read_or_is_not(peer):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"spaces": ["another boot pid:[1]", samehost._network_space()]},
+        {"spaces": ["another boot pid:[1]", samehost.network_space()]},
         {"spaces": [identify_this_process().pid_space, "net:[1]"]},
         {"nonce": "00" * 16},
         {"nonce_address": 8},
@@ -86,8 +86,8 @@ def test_one_rank_that_cannot_read_keeps_all_from_it(peer):
 def test_where_processes_cannot_be_told_apart_nobody_is_read(peer):
     here = identify_this_process()
     with mock.patch.object(samehost, "identify_this_process", return_value=here._replace(pid_space="")):
-        assert meet(peer, spaces=["", samehost._network_space()]) == (None, b"no")
-    with mock.patch.object(samehost, "_network_space", return_value=""):
+        assert meet(peer, spaces=["", samehost.network_space()]) == (None, b"no")
+    with mock.patch.object(samehost, "network_space", return_value=""):
         assert meet(peer, spaces=[here.pid_space, ""]) == (None, b"no")
 
 

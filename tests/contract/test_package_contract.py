@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "checkpoint": BASE | {"config", "layout", "comm", "buffer", "ddp", "optim"},
     "testing": BASE | {"config", "trace", "layout", "planning", "comm"},
     "measure": BASE | {"config", "trace", "layout", "planning", "comm", "buffer", "ddp", "optim", "checkpoint", "testing"},
-    "doctor": BASE | {"config", "layout", "comm", "ddp", "optim"},
+    "doctor": BASE | {"config", "layout", "comm", "ddp", "optim", "measure"},
     "integrations": BASE | {"config", "layout", "comm", "ddp", "optim", "checkpoint"},
     "cli": BASE
     | {

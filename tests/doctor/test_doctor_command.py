@@ -15,7 +15,7 @@ from megabucket.cli.main import app
 
 RANKS = 2
 STATUSES = {"holds", "note", "finding"}
-LINE_TYPES = {"question": str, "status": str, "answer": str, "meaning": str, "ranks": list}
+LINE_TYPES = {"question": str, "status": str, "answer": str, "meaning": str, "ranks": list, "hosts": str, "advice": str}
 REPORT_TYPES = {
     "schema": int,
     "is_healthy": bool,
@@ -23,6 +23,7 @@ REPORT_TYPES = {
     "device": str,
     "num_ranks": int,
     "wall_s": float,
+    "hosts": list,
     "lines": list,
 }
 

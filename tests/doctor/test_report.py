@@ -15,6 +15,7 @@ def test_the_json_form_holds_everything():
     report = a_report(a_line(), a_line("other", status=Status.FINDING, answer="no", ranks=(1,)))
 
     first = {"question": "question", "status": "holds", "answer": "yes", "meaning": "means something", "ranks": []}
+    first |= {"hosts": "", "advice": ""}
     assert report.to_dict() == {
         "schema": 1,
         "is_healthy": False,
@@ -22,6 +23,7 @@ def test_the_json_form_holds_everything():
         "device": "cpu",
         "num_ranks": 2,
         "wall_s": 1.5,
+        "hosts": [],
         "lines": [first, {**first, "question": "other", "status": "finding", "answer": "no", "ranks": [1]}],
     }
 

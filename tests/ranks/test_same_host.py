@@ -278,7 +278,7 @@ def test_closing_leaves_neither_threads_nor_descriptors(pool, ranks):
 
 def in_another_network(rank: Rank) -> bool:
     """Return whether ranks copy where one of them is in another network."""
-    with mock.patch.object(samehost, "_network_space", return_value=f"net:[{rank.index}]"):
+    with mock.patch.object(samehost, "network_space", return_value=f"net:[{rank.index}]"):
         communicator = copying(rank.group)
     full = torch.zeros(3 * rank.size)
     part_of(full, rank).fill_(float(rank.index))
