@@ -38,6 +38,7 @@ def plan(
     from megabucket.planning.memory import memory_by_mode, offload_of_plan
     from megabucket.planning.owners import describe_owners
     from megabucket.planning.run_config import group_sizes_of, load_config, shard_counts
+    from megabucket.planning.setting import advice_of
 
     run = load_config(config, overrides or [])
     if run.model is None:
@@ -61,8 +62,10 @@ def plan(
             whole_params=whole_params,
         )
         owners = describe_owners(layout, whole_params) if run.ddp.use_distributed_optimizer else ()
+        advice = advice_of(run, dp_size=dp_size, expert_dp_size=expert_dp_size)
     chosen = "reduce_scatter" if run.ddp.use_distributed_optimizer else "all_reduce"
     data = {
+        "advice": advice.to_dict(),
         "dp_size": dp_size,
         "expert_dp_size": group_sizes.get("expert"),
         "group_sizes": group_sizes,
@@ -77,7 +80,8 @@ def plan(
     }
     of_memory = memory_lines(memory, offload, optimizer=run.optimizer.name, dp_size=dp_size, chosen=chosen)
     of_owners = owner_lines(owners, optimizer=run.optimizer.name)
-    lines = chain(total_lines(totals, layout.fingerprint), of_memory, of_owners, bucket_lines(rows, show_all=show_all))
+    of_buckets = bucket_lines(rows, show_all=show_all)
+    lines = chain(advice.lines, [""], total_lines(totals, layout.fingerprint), of_memory, of_owners, of_buckets)
     print_answer(data, lines, as_json=json)
     _check_padding(totals.padding_fraction, max_padding)
 

@@ -214,9 +214,7 @@ class _Problem:
 # The search, for one side or two #
 
 
-def shortest_cuts(
-    elements: Sequence[int], sides: Sequence[Side], costs: Sequence[Affine], *, slack_s: float = 0.0
-) -> Cuts:
+def shortest_cuts(elements: Sequence[int], sides: Sequence[Side], costs: Sequence[Affine], *, slack_s: float = 0.0) -> Cuts:
     """Return the cuts with the smallest sum of finishes, and of those the fewest.
 
     Whether any cuts finish by ``x`` on one side and by ``y`` on the other is decided in one pass (``fewest``). So the

@@ -85,6 +85,7 @@ def page_data(report: Report) -> dict[str, Any]:
     names = ("title", "summary", "mode", "dp_size", "lower_bound_s", "memory", "scaling", "scaling_gaps", "measured")
     return {
         **{name: figures[name] for name in names},
+        "config_lines": report.outlook.advice.config_lines,
         "facts": _facts(report.setting, _in_words(figures["link"])),
         "plans": plans,
         "bucket_count": len(report.buckets),
