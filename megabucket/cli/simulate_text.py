@@ -57,7 +57,7 @@ def outlook_lines(outlook: Outlook, assumed: str, *, show_cuts: bool) -> Iterato
     yield assumed
     yield f"one collective per tensor after backward {_ms(outlook.no_overlap_s)} ms"
     yield ""
-    rows: list[tuple[str, ...]] = [("elements of a bucket", "buckets", "step, ms", "exposed, ms", "gain, times", "")]
+    rows: list[tuple[str, ...]] = [("elements", "buckets", "step, ms", "exposed, ms", "gain, times", "")]
     for _, equal in groupby(outlook.rows, key=lambda row: (row.buckets, row.step_s)):
         same = sorted(equal, key=lambda row: row.bucket_numel or 0)
         sizes = [format_count(row.bucket_numel or 0) for row in same]
@@ -67,7 +67,7 @@ def outlook_lines(outlook: Outlook, assumed: str, *, show_cuts: bool) -> Iterato
     if outlook.configured is not None:
         rows.append(_cells("config", outlook.configured, outlook, "the config's own sizes"))
     rows.append(_cells("optimal cuts", outlook.optimal, outlook, _against(outlook, outlook.optimal)))
-    rows.append(_cells("fewest cuts", outlook.fewest, outlook, "within 1% of the optimal ones"))
+    rows.append(_cells("fewest cuts", outlook.fewest, outlook, "within 1% of optimal"))
     yield from text_table(rows, num_left=0, num_folded=1)
     yield ""
     yield f"gain is over one collective per tensor; no plan is below {_ms(outlook.lower_bound_s)} ms"

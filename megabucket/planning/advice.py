@@ -169,7 +169,7 @@ def advise(current: Choice, others: Sequence[Choice], *, num_plans: int) -> Advi
 def fewest_within(choices: Sequence[Choice]) -> Choice:
     """Return the choice with the fewest buckets within ``TOLERANCE`` of the best.
 
-    Of several the one that is a number rather than a list of names, then the one with the shortest step.
+    Of several a number rather than a list of names, then the shortest step, then the largest number.
 
     >>> steps = {"a": (9, 1.0), "b": (3, 1.009), "c": (2, 1.011)}
     >>> fewest_within([Choice(name, *numbers) for name, numbers in steps.items()]).name
@@ -177,7 +177,11 @@ def fewest_within(choices: Sequence[Choice]) -> Choice:
     """
     limit_s = min(choice.step_s for choice in choices) * (1 + TOLERANCE)
     near = [choice for choice in choices if choice.step_s <= limit_s]
-    return min(near, key=lambda choice: (choice.num_buckets, "bucket_cuts" in choice.ddp, choice.step_s))
+
+    def effort(choice: Choice) -> tuple[float, ...]:
+        return choice.num_buckets, "bucket_cuts" in choice.ddp, choice.step_s, -(choice.ddp.get("bucket_size") or 0)
+
+    return min(near, key=effort)
 
 
 def advise_change(current: Choice, offered: Choice, saved_s: float, how_known: str) -> str:

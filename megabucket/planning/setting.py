@@ -17,7 +17,7 @@ from typing import Any, Final
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.config.resolve import DEFAULT_BUCKET_NUMEL, DEFAULT_BUCKET_NUMEL_PER_RANK
 from megabucket.errors import ConfigError
-from megabucket.layout import ModelLayout, ParamSpec, build_layout, newton_schulz_flop, plan_owners
+from megabucket.layout import ModelLayout, ParamSpec, build_layout, launch_order, newton_schulz_flop, plan_owners
 from megabucket.planning.advice import (
     DEFAULT_BUCKETS,
     NO_LINK,
@@ -160,10 +160,12 @@ class Setting:
     @cached_property
     def configured_plan(self) -> BucketPlan | None:
         """The plan of the config's own ``ddp`` section, or ``None`` when that says nothing about sizes."""
-        if not self.size_fields:
-            return None
-        plan = self._plan_of(self.layout)
-        return plan if self.specs is not None else BucketPlan(plan.buckets)  # without a model nothing is padded
+        return self._plan_of(self.layout) if self.size_fields else None
+
+    @cached_property
+    def default_plan(self) -> BucketPlan:
+        """The plan of the config without its sizes."""
+        return self._plan_of_layout()
 
     @property
     def size_fields(self) -> tuple[str, ...]:
@@ -173,7 +175,7 @@ class Setting:
     @property
     def current_plan(self) -> BucketPlan:
         """The plan of the config as it is: its own sizes, or the default one."""
-        return self.configured_plan or self.plan_of_size(None)
+        return self.configured_plan or self.default_plan
 
     @property
     def default_numel(self) -> int:
@@ -228,7 +230,16 @@ class Setting:
         return self._plan_of(replace(self, ddp=ddp).layout)
 
     def _plan_of(self, layout: ModelLayout) -> BucketPlan:
-        return plan_of_layout(self.workload, layout, self.whole_params if self.mode is Mode.REDUCE_SCATTER else ())
+        workload = self.workload
+        plan = plan_of_layout(workload, layout, self.whole_params if self.mode is Mode.REDUCE_SCATTER else ())
+        if self.specs is not None:
+            return plan
+        # Without a model the workload gives the bytes of an element on the wire; the layout could only guess a dtype.
+        numels = [layout.buffers[id_.buffer].buckets[id_.bucket].numel for id_ in launch_order(layout)]
+        grad_bytes = tuple(numel * workload.bytes_per_element for numel in numels)
+        return replace(
+            plan, grad_bytes=grad_bytes, param_bytes=tuple(numel * workload.param_bytes_per_element for numel in numels)
+        )
 
     @property
     def layout(self) -> ModelLayout:
@@ -480,7 +491,10 @@ class Outlook:
             return unknown_advice(name, NO_TIMES)
 
         def choice(name: str, row: SweepRow, **ddp: Any) -> Choice:
-            return Choice(name, row.buckets, row.step_s, {**unset, **ddp} if row is not self.current else {})
+            fields = {**unset, **ddp} if row is not self.current else {}
+            # Without a model plans of the sweep and cuts are not padded; neither are those that they are compared with.
+            step_s = row.step_s if setting.specs is not None else setting.step_s(BucketPlan(row.plan.buckets))
+            return Choice(name, row.buckets, step_s, fields)
 
         others = [choice(f"ddp.bucket_size={row.bucket_numel}", row, bucket_size=row.bucket_numel) for row in self.rows]
         for row in (self.optimal, self.fewest):
@@ -548,7 +562,7 @@ def outlook_of(setting: Setting, sizes: Sequence[int] | None = None, *, has_scal
         no_overlap_s=setting.no_overlap_s,
         lower_bound_s=setting.lower_bound_s,
         rows=tuple(sweep_row(setting, setting.plan_of_size(size), size) for size in sizes),
-        default=sweep_row(setting, setting.plan_of_size(None), setting.default_numel),
+        default=sweep_row(setting, setting.default_plan, setting.default_numel),
         configured=None if setting.configured_plan is None else sweep_row(setting, setting.configured_plan),
         optimal=sweep_row(setting, setting.optimal_plan),
         fewest=sweep_row(setting, setting.fewest_plan),
