@@ -10,7 +10,7 @@ import yaml
 from docs.tools import advice as table
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from timing_cases import AFFINE_LINKS, CHOICES, LINKS, flat, plan_of, ring, run_step_by_step, workloads
+from timing_cases import AFFINE_LINKS, LINKS, flat, plan_of, ring, run_step_by_step, workloads
 from typer.testing import CliRunner
 
 from megabucket.cli.main import app
@@ -25,6 +25,13 @@ from megabucket.planning.workload import TensorWork, Workload
 
 ROOT = Path(__file__).parents[2]
 SIZES = (1, 10, 20, 40, 80, 400)
+OVERLAPPING = st.sampled_from(  # the layout of the test has one bucket without overlap, as in Megatron
+    [
+        {"mode": Mode.ALL_REDUCE, "overlap_grad_reduce": True},
+        {"mode": Mode.REDUCE_SCATTER, "overlap_grad_reduce": True, "overlap_param_gather": True},
+        {"mode": Mode.REDUCE_SCATTER, "overlap_grad_reduce": True, "overlap_param_gather": False},
+    ]
+)
 
 
 def buckets_of(workload, ddp):
@@ -48,7 +55,7 @@ def step_and_count(workload, plan, link, choices):
 
 
 @settings(max_examples=100)
-@given(workloads(max_tensors=7), AFFINE_LINKS, CHOICES, st.none() | st.integers(1, 100))
+@given(workloads(max_tensors=7), AFFINE_LINKS, OVERLAPPING, st.none() | st.integers(1, 100))
 def test_the_advised_plan_is_within_one_percent_of_all_there_are_and_none_of_these_has_fewer_buckets(
     workload, link, choices, bucket_size
 ):
@@ -58,8 +65,7 @@ def test_the_advised_plan_is_within_one_percent_of_all_there_are_and_none_of_the
     ddp = DistributedDataParallelConfig(
         layout="megatron",
         use_distributed_optimizer=choices["mode"] is Mode.REDUCE_SCATTER,
-        overlap_grad_reduce=choices["overlap_grad_reduce"],
-        overlap_param_gather=choices.get("overlap_param_gather", False) and choices["overlap_grad_reduce"],
+        overlap_param_gather=choices.get("overlap_param_gather", False),
         **given,
     )
     advice = outlook_of(Setting(workload, link, ddp, dp_size=4), SIZES).advice
@@ -174,7 +180,7 @@ def test_a_config_within_one_percent_stays_also_with_more_buckets_than_needed():
     # Three buckets where two would do: the last tensor of the first is ready when the link is free again.
     numels = (1000, 10, 10, 10)
     assert said(a_setting(numels, flat(0.1, 1e-3), bucket_size=1)) == (
-        "Keep this config's buckets: none of 3 simulated plans takes less than its 8.10 s a step.",
+        "Keep this config's buckets: none of 4 simulated plans takes less than its 8.10 s a step.",
         SIMULATED,
     )
     assert outlook_of(a_setting(numels, flat(0.1, 1e-3)), SIZES).fewest.buckets == 2
