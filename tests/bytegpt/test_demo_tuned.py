@@ -104,9 +104,10 @@ def test_every_plan_that_ran_is_a_row_with_prediction_and_gain(config_path, monk
 
     lines = list(_lines(tuning_of(config, FASTER, bucket_size=3000)))
 
-    assert lines == [
-        "Use other (3 buckets) instead of this config's buckets (1): saves 10.00 ms of 20.00 ms a step (50.00%), measured in "
-        "10 rounds (95 % interval over all candidates: 50.0% to 50.0%, sign test p = 0.00098).",
+    change = "Use other (3 buckets) instead of this config's buckets (1): saves 10.00 ms of 20.00 ms a step (50.00%)"
+    evidence = "95 % interval over all candidates: 50.0% to 50.0%, sign test p = 0.00098"
+    assert lines[0] == f"{change}, measured in 10 rounds ({evidence})."
+    assert lines[1:] == [
         "ddp:",
         "  bucket_size: 3000",
         "2 ranks, gloo; 2 plans predicted, 2 run; smallest visible saving at this noise: 1.0% of a step",
