@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from itertools import chain
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -51,16 +51,9 @@ def plan(
         shards = shard_counts(dp_size, group_sizes, num_instances)
         layout = build_layout(specs, run.ddp, dp_size=shards["dense"], group_sizes=shards)
         totals = describe_totals(layout, rows := describe_rows(layout))
-        memory = memory_by_mode(
-            specs,
-            run.ddp,
-            dp_size=dp_size,
-            group_sizes=group_sizes,
-            num_instances=num_instances,
-            moments_per_element=moments,
-            activation_bytes=int(activation_gib * _GIB),
-            whole_params=whole_params,
-        )
+        ranks: dict[str, Any] = {"dp_size": dp_size, "group_sizes": group_sizes, "num_instances": num_instances}
+        optimizer: dict[str, Any] = {"moments_per_element": moments, "whole_params": whole_params}
+        memory = memory_by_mode(specs, run.ddp, **ranks, **optimizer, activation_bytes=int(activation_gib * _GIB))
         owners = describe_owners(layout, whole_params) if run.ddp.use_distributed_optimizer else ()
         advice = advice_of(run, dp_size=dp_size, expert_dp_size=expert_dp_size)
     chosen = "reduce_scatter" if run.ddp.use_distributed_optimizer else "all_reduce"
@@ -74,14 +67,17 @@ def plan(
         "fingerprint": layout.fingerprint,
         "totals": asdict(totals),
         "memory": {mode: {**asdict(each), "total_bytes": each.total_bytes} for mode, each in memory.items()},
-        "offload": asdict(offload := offload_of_plan(layout, run.ddp, moments_per_element=moments, whole_params=whole_params)),
+        "offload": asdict(offload := offload_of_plan(layout, run.ddp, **optimizer)),
         "owners": [each.to_dict() for each in owners],
         "buckets": [asdict(row) for row in rows],
     }
-    of_memory = memory_lines(memory, offload, optimizer=run.optimizer.name, dp_size=dp_size, chosen=chosen)
-    of_owners = owner_lines(owners, optimizer=run.optimizer.name)
-    of_buckets = bucket_lines(rows, show_all=show_all)
-    lines = chain(advice.lines, [""], total_lines(totals, layout.fingerprint), of_memory, of_owners, of_buckets)
+    lines = chain(
+        [*advice.lines, ""],
+        total_lines(totals, layout.fingerprint),
+        memory_lines(memory, offload, optimizer=run.optimizer.name, dp_size=dp_size, chosen=chosen),
+        owner_lines(owners, optimizer=run.optimizer.name),
+        bucket_lines(rows, show_all=show_all),
+    )
     print_answer(data, lines, as_json=json)
     _check_padding(totals.padding_fraction, max_padding)
 
