@@ -63,7 +63,9 @@ def _lines(tuning: Tuning) -> Iterator[str]:
     yield tuning.summary[0]
     yield from tuning.config_lines
     yield from tuning.summary[1:]
-    table = [("plan", "buckets", "predicted, ms", "measured, ms", "error, %", "saves, %", "interval, %", "faster, rounds")]
+    table: list[tuple[str, ...]] = [
+        ("plan", "buckets", "predicted, ms", "measured, ms", "error, %", "saves, %", "interval, %", "faster, rounds")
+    ]
     ran = [row for row in tuning.to_dict()["candidates"] if "measured_s" in row]
     for row in sorted(ran, key=lambda row: row["measured_s"]):
         saves = interval = faster = ""

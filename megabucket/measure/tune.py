@@ -168,8 +168,8 @@ class Tuning:
         counts = f"{len(self.candidates)} plans predicted, {len(self.seconds)} run"
         where = f"{self.facts['num_ranks']} ranks, {self.facts['backend']}; {counts}"
         if (visible := self.decision.visible_gain) is not None:
-            least = f"{'at least ' * self.decision.is_undecided}{saved_fraction(visible):.1%} of a step"
-            where += f"; smallest visible saving at this noise: {least}"
+            saving = f"{'at least ' * self.decision.is_undecided}{saved_fraction(visible):.1%} of a step"
+            where += f"; smallest visible saving at this noise: {saving}"
         verdict = self._verdict
         errors = [each.predicted_s / self.measured_s(each.name) - 1 for each in self.candidates if each.name in self.seconds]
         if (least := min(map(abs, errors))) < _POOR_PREDICTION:

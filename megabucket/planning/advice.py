@@ -20,8 +20,8 @@ TOLERANCE: Final = 0.01
 """Fraction of the best step; plans whose steps differ by less count as equally good."""
 
 SIMULATED: Final = (
-    "Simulated from the given link and times, not measured. Where both were measured first, predictions were off by 1.2% in "
-    "the median on an emulated link and by 7.1% on plain gloo; megabucket tune runs the plans."
+    "Simulated from the given link and times, not measured (megabucket tune measures). Where both were measured first, "
+    "predictions were off by 1.2% in the median on an emulated link, by 7.1% on plain gloo."
 )
 """How far a prediction can be trusted; the figures of docs/performance.md."""
 

@@ -59,7 +59,8 @@ def render_page(report: Report) -> str:
     # In JSON "<" can only be part of a string; escaped, no string can end the script element.
     values = page_data(report)
     facts = {name: printable(text, _FACT_CHARS) for name, text in values["facts"].items()}
-    data = json.dumps({**_printable(values), "facts": facts}, separators=(",", ":"), ensure_ascii=False)
+    lines = [printable(line, _FACT_CHARS) for line in report.outlook.advice.config_lines]
+    data = json.dumps({**_printable(values), "facts": facts, "config_lines": lines}, separators=(",", ":"), ensure_ascii=False)
     return page.replace("@DATA@", data.replace("<", "\\u003c"))  # last: a name may be "@STYLE@"
 
 
@@ -85,7 +86,6 @@ def page_data(report: Report) -> dict[str, Any]:
     names = ("title", "summary", "mode", "dp_size", "lower_bound_s", "memory", "scaling", "scaling_gaps", "measured")
     return {
         **{name: figures[name] for name in names},
-        "config_lines": report.outlook.advice.config_lines,
         "facts": _facts(report.setting, _in_words(figures["link"])),
         "plans": plans,
         "bucket_count": len(report.buckets),

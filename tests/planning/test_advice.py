@@ -60,8 +60,8 @@ def test_the_advised_plan_is_within_one_percent_of_all_there_are_and_none_of_the
     workload, link, choices, bucket_size
 ):
     workload = workload.in_order(reversed(range(len(workload.tensors))))
-    given = {} if bucket_size is None else {"bucket_size": bucket_size}
-    # Without gaps between tensors, which at these sizes would decide where a bucket ends.
+    # Gaps between tensors would decide where buckets of these sizes end. This layout has none, but for shards.
+    given = {} if bucket_size is None or choices["mode"] is Mode.REDUCE_SCATTER else {"bucket_size": bucket_size}
     ddp = DistributedDataParallelConfig(
         layout="megatron",
         use_distributed_optimizer=choices["mode"] is Mode.REDUCE_SCATTER,
