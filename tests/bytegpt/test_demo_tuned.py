@@ -111,7 +111,7 @@ def test_every_plan_that_ran_is_a_row_with_prediction_and_gain(config_path, monk
         "ddp:",
         "  bucket_size: 3000",
         "2 ranks, gloo; 2 plans predicted, 2 run; smallest visible saving at this noise: 1.0% of a step",
-        "plan     buckets  predicted, ms  measured, ms  error, %  saves, %      interval, %  faster, rounds",
+        "plan     buckets  predicted, ms  measured, ms  error, %  saves, %     interval, %  faster, rounds",
         "other          3          10.00         10.00      +0.0     +50.0  +50.0 to +50.0        10 of 10",
         "default        1          20.00         20.00      +0.0",
     ]
