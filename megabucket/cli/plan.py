@@ -39,6 +39,7 @@ def plan(
     from megabucket.planning.memory import memory_by_mode, offload_of_plan
     from megabucket.planning.owners import describe_owners
     from megabucket.planning.run_config import group_sizes_of, load_config, shard_counts
+    from megabucket.planning.setting import advice_of
 
     run = load_config(config, overrides or [])
     if run.model is None:
@@ -56,8 +57,10 @@ def plan(
         memory = memory_by_mode(specs, run.ddp, **ranks, **of_optimizer, activation_bytes=int(activation_gib * _GIB))
         owners = describe_owners(layout, whole_params) if run.ddp.use_distributed_optimizer else ()
         by_host = advise_run_by_host(run, dp_size=dp_size, expert_dp_size=expert_dp_size)
+        advice = advice_of(run, dp_size=dp_size, expert_dp_size=expert_dp_size)
     chosen = "reduce_scatter" if run.ddp.use_distributed_optimizer else "all_reduce"
     data = {
+        "advice": advice.to_dict(),
         **ranks,
         "expert_dp_size": group_sizes.get("expert"),
         "mode": chosen,
@@ -73,7 +76,7 @@ def plan(
     of_owners = owner_lines(owners, optimizer=run.optimizer.name)
     of_hosts = (*by_host.sentences, "") if by_host is not None else ()
     of_buckets = bucket_lines(rows, show_all=show_all)
-    lines = chain(total_lines(totals, layout.fingerprint), of_memory, of_owners, of_hosts, of_buckets)
+    lines = chain([*advice.lines, ""], total_lines(totals, layout.fingerprint), of_memory, of_owners, of_hosts, of_buckets)
     print_answer(data, lines, as_json=json)
     _check_padding(totals.padding_fraction, max_padding)
 

@@ -14,8 +14,8 @@ from megabucket.planning.owners import GroupOwners
 from megabucket.units import format_bytes, format_count
 
 ROWS_SHOWN_AT_EACH_END: Final = 5
-_HEAD: Final = ("bucket", "params", "elements", "padding", "gradients", "only padding", "from ... to")
-_IDLE: Final = _HEAD.index("only padding")
+_HEAD: Final = ("bucket", "params", "elements", "padding, %", "gradients, bytes", "padding-only ranks", "from ... to")
+_IDLE: Final = _HEAD.index("padding-only ranks")
 
 
 def bucket_lines(rows: Sequence[BucketRow], *, show_all: bool) -> Iterator[str]:
@@ -47,7 +47,7 @@ def memory_lines(
     """
     which = "busiest owner" if optimizer == "muon" else "first"
     yield f"memory of the {which} of {counted(dp_size, 'rank')}, DistributedOptimizer with {optimizer}"
-    rows = [["", *(f"{mode}{' *' if mode == chosen else ''}" for mode in memory)]]
+    rows = [["", *(f"{mode}, bytes{' *' if mode == chosen else ''}" for mode in memory)]]
     for field in fields(RankMemory):
         sizes = [getattr(each, field.name) for each in memory.values()]
         if any(sizes):
@@ -66,7 +66,18 @@ def owner_lines(owners: Sequence[GroupOwners], *, optimizer: str) -> Iterator[st
     if not owners:
         return
     yield f"owners of the tensors that {optimizer} updates whole; bytes of the busiest rank in a step"
-    head = ("", "ranks", "tensors", "elements", "busiest/mean", "busiest/bound", "sent", "received", "of the rest", "buffers")
+    head = (
+        "",
+        "ranks",
+        "tensors",
+        "elements",
+        "busiest/mean",
+        "busiest/bound",
+        "sent, bytes",
+        "received, bytes",
+        "of the rest, %",
+        "buffers, bytes",
+    )
     rows = [
         (
             printable(each.group),
@@ -77,7 +88,7 @@ def owner_lines(owners: Sequence[GroupOwners], *, optimizer: str) -> Iterator[st
             f"{each.busiest_flop / each.least_flop:.3f}" if each.least_flop else "-",
             format_bytes(each.sent_bytes),
             format_bytes(each.received_bytes),
-            f"{each.sent_fraction:.2%}",
+            f"{each.sent_fraction:.2%}".rstrip("%"),
             format_bytes(each.exchange_buffer_bytes),
         )
         for each in owners
@@ -106,9 +117,9 @@ def _cells(row: BucketRow) -> tuple[str, ...]:
         str(row.bucket),
         str(row.num_params),
         f"{row.numel:,}",
-        f"{row.padding_fraction:.3%}",
+        f"{row.padding_fraction:.3%}".rstrip("%"),
         format_bytes(row.grad_bytes),
-        counted(row.num_padding_only_ranks, "rank") if row.num_padding_only_ranks else "none",
+        f"{row.num_padding_only_ranks:,}",
         " ... ".join(dict.fromkeys((printable(row.first_param), printable(row.last_param)))),
     )
 

@@ -41,8 +41,10 @@ def report(
 
 
 def _lines(figures: Report) -> Iterator[str]:
-    yield from figures.summary
+    yield figures.summary[0]
+    yield from figures.outlook.advice.config_lines
+    yield from figures.summary[1:]
     yield ""
     rows = [(plan.name, f"{plan.step_s * 1e3:,.2f}", f"{plan.row.buckets:,}") for plan in figures.plans]
     rows.append(("lower bound", f"{figures.outlook.lower_bound_s * 1e3:,.2f}", ""))
-    yield from text_table([("plan", "step ms", "buckets"), *rows])
+    yield from text_table([("plan", "step, ms", "buckets"), *rows])

@@ -41,7 +41,9 @@ def assumed_line(run: RunConfig, workload: Workload, config: Path | None, overri
 
 
 def outlook_lines(outlook: Outlook, assumed: str, *, show_cuts: bool) -> Iterator[str]:
-    """Yield the figures of an outlook; ``assumed`` is a line of the summary."""
+    """Yield what to do and the figures of an outlook; ``assumed`` is a line of the summary."""
+    yield from outlook.advice.lines
+    yield ""
     setting, workload = outlook.setting, outlook.setting.workload
     size = format_count(outlook.best.bucket_numel or 0)
     yield f"optimal cuts {_ms(outlook.optimal.step_s)} ms a step, {_against(outlook, outlook.optimal)} ({size})"
@@ -55,17 +57,17 @@ def outlook_lines(outlook: Outlook, assumed: str, *, show_cuts: bool) -> Iterato
     yield assumed
     yield f"one collective per tensor after backward {_ms(outlook.no_overlap_s)} ms"
     yield ""
-    rows: list[tuple[str, ...]] = [("bucket", "buckets", "step ms", "exposed ms", "gain", "")]
+    rows: list[tuple[str, ...]] = [("elements", "buckets", "step, ms", "exposed, ms", "gain, times", "")]
     for _, equal in groupby(outlook.rows, key=lambda row: (row.buckets, row.step_s)):
         same = sorted(equal, key=lambda row: row.bucket_numel or 0)
         sizes = [format_count(row.bucket_numel or 0) for row in same]
         notes = ["best size"] * (outlook.best in same) + [f"from {sizes[0]} on"] * (len(same) > 1)
         rows.append(_cells(sizes[-1], same[-1], outlook, ", ".join(notes)))
-    if outlook.default is not None:
-        rows.append(_cells("default", outlook.default, outlook, format_count(outlook.default.bucket_numel or 0)))
+    rows.append(_cells("default", outlook.default, outlook, format_count(outlook.default.bucket_numel or 0)))
     if outlook.configured is not None:
         rows.append(_cells("config", outlook.configured, outlook, "the config's own sizes"))
-    rows.append(_cells("optimal", outlook.optimal, outlook, _against(outlook, outlook.optimal)))
+    rows.append(_cells("optimal cuts", outlook.optimal, outlook, _against(outlook, outlook.optimal)))
+    rows.append(_cells("fewest cuts", outlook.fewest, outlook, "within 1% of optimal"))
     yield from text_table(rows, num_left=0, num_folded=1)
     yield ""
     yield f"gain is over one collective per tensor; no plan is below {_ms(outlook.lower_bound_s)} ms"
@@ -88,7 +90,7 @@ def _compute_text(workload: Workload, owner_update_s: float) -> str:
 
 def _cells(name: str, row: SweepRow, outlook: Outlook, note: str) -> tuple[str, ...]:
     gain = outlook.no_overlap_s / row.step_s if row.step_s > 0 else 1.0
-    return (name, f"{row.buckets:,}", _ms(row.step_s), _ms(row.exposed_s), f"{gain:.2f}x", note)
+    return (name, f"{row.buckets:,}", _ms(row.step_s), _ms(row.exposed_s), f"{gain:.2f}", note)
 
 
 def _against(outlook: Outlook, optimal: SweepRow) -> str:
@@ -105,8 +107,8 @@ def _scaling_lines(outlook: Outlook) -> Iterator[str]:
         return
     yield ""
     yield "scaling with the optimal cuts of each number of ranks:"
-    rows = [("ranks", "step ms", "efficiency")]
-    rows += [(f"{row.num_ranks:,}", _ms(row.step_s), f"{row.efficiency:.1%}") for row in outlook.scaling]
+    rows = [("ranks", "step, ms", "efficiency, %")]
+    rows += [(f"{row.num_ranks:,}", _ms(row.step_s), f"{row.efficiency:.1%}".rstrip("%")) for row in outlook.scaling]
     yield from text_table(rows, num_left=0)
 
 

@@ -13,7 +13,6 @@ import typer
 from megabucket.cli.output import print_answer, text_table
 from megabucket.cli.workload import ConfigFile, Overrides, WorkloadName, open_workload
 from megabucket.errors import printable
-from megabucket.units import format_seconds
 
 if TYPE_CHECKING:
     from megabucket.measure.tune import Tuning
@@ -59,15 +58,22 @@ def tune(  # noqa: PLR0913, PLR0917 - one argument per option
 
 
 def _lines(tuning: Tuning) -> Iterator[str]:
-    yield from tuning.summary
-    table = [("plan", "buckets", "predicted", "measured", "error", "gain", "interval", "faster")]
+    from megabucket.planning.candidates import saved_fraction
+
+    yield tuning.summary[0]
+    yield from tuning.config_lines
+    yield from tuning.summary[1:]
+    table: list[tuple[str, ...]] = [
+        ("plan", "buckets", "predicted, ms", "measured, ms", "error, %", "saves, %", "interval, %", "faster, rounds")
+    ]
     ran = [row for row in tuning.to_dict()["candidates"] if "measured_s" in row]
     for row in sorted(ran, key=lambda row: row["measured_s"]):
-        gain = interval = faster = ""
+        saves = interval = faster = ""
         if "gain" in row:
-            gain = f"{row['gain']:+.1%}"
-            interval = f"{row['gain_low']:+.1%} {row['gain_high']:+.1%}" if row["gain_low"] > -1 else "too few"
-            faster = f"{row['num_faster']}/{row['num_rounds']}"
-        times = format_seconds(row["predicted_s"]), format_seconds(row["measured_s"]), f"{row['prediction_error']:+.1%}"
-        table.append((printable(row["name"]), str(row["num_buckets"]), *times, gain, interval, faster))
+            saves, low, high = (f"{100 * saved_fraction(row[name]):+.1f}" for name in ("gain", "gain_low", "gain_high"))
+            interval = f"{low} to {high}" if row["gain_low"] > -1 else "too few"
+            faster = f"{row['num_faster']} of {row['num_rounds']}"
+        times = (f"{row[name] * 1e3:,.2f}" for name in ("predicted_s", "measured_s"))
+        error = f"{100 * row['prediction_error']:+.1f}"
+        table.append((printable(row["name"]), str(row["num_buckets"]), *times, error, saves, interval, faster))
     yield from text_table(table)

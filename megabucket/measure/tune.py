@@ -29,8 +29,19 @@ from megabucket.measure.host import host_costs, optimizer_s, time_phases
 from megabucket.measure.profile import ProfilePlan, choose_rank, profile_steps
 from megabucket.measure.program import Trainee, TrainingProgram, WorkloadFunction, make_program, trainable_specs
 from megabucket.measure.ranks import Ranks, check_writable
+from megabucket.planning.advice import DEFAULT_BUCKETS, THIS_CONFIG, Choice, advise_change, config_lines
 from megabucket.planning.by_host import HostAdvice, advise_by_host
-from megabucket.planning.candidates import DEFAULT, Candidate, Decision, Measured, decide, find_candidates, in_mode, pick
+from megabucket.planning.candidates import (
+    DEFAULT,
+    Candidate,
+    Decision,
+    Measured,
+    decide,
+    find_candidates,
+    in_mode,
+    pick,
+    saved_fraction,
+)
 from megabucket.planning.documents import write_text
 from megabucket.planning.links import Link
 from megabucket.planning.run_config import RunConfig
@@ -112,26 +123,58 @@ class Tuning:
                 row |= {"num_faster": found.num_faster, "num_rounds": found.num_rounds}
             rows.append(row)
         names = ("choice", "is_default", "is_undecided", "num_rounds_needed", "visible_gain")
-        by_host = None if self.by_host is None else self.by_host.to_dict()
-        decision = {name: getattr(self.decision, name) for name in names}
-        return {**decision, "facts": self.facts, "by_host": by_host, "candidates": rows}
+        return {
+            "advice": self.summary[0],
+            **{name: getattr(self.decision, name) for name in names},
+            "facts": self.facts,
+            "by_host": None if self.by_host is None else self.by_host.to_dict(),
+            "candidates": rows,
+        }
+
+    @property
+    def default(self) -> Candidate:
+        """The config as it was given."""
+        return next(each for each in self.candidates if each.name == DEFAULT)
+
+    @property
+    def config_lines(self) -> tuple[str, ...]:
+        """The fields that the recommended plan changes, as YAML to paste; nothing for the default."""
+        old, new = self.default, self.choice
+        fields = {name: getattr(new.ddp, name) for name in _CHOSEN if getattr(new.ddp, name) != getattr(old.ddp, name)}
+        if not fields:
+            return ()
+        return config_lines(fields) + ((f"mode: {new.mode.value}",) if new.mode is not old.mode else ())
+
+    @property
+    def _verdict(self) -> str:
+        """What to do."""
+        decision, default = self.decision, self.default
+        name = THIS_CONFIG if default.size else DEFAULT_BUCKETS
+        if decision.is_undecided:
+            needed = decision.num_rounds_needed
+            advice = f"give more --seconds and at least --rounds {needed}, or fewer --candidates"
+            return f"Keep {name}, undecided: rounds done {decision.num_rounds}, needed {needed}. To decide, {advice}."
+        if (chosen := decision.chosen) is not None:
+            step_s = self.measured_s(DEFAULT)
+            interval = f"{saved_fraction(chosen.low):.1%} to {saved_fraction(chosen.high):.1%}"
+            evidence = f"95 % interval over all candidates: {interval}, sign test p = {chosen.p_value:.2g}"
+            current = Choice(name, default.num_buckets, step_s)
+            offered = Choice(printable(chosen.name), self.choice.num_buckets, self.measured_s(chosen.name))
+            how_known = f"measured in {decision.num_rounds} rounds ({evidence})"
+            return advise_change(current, offered, chosen.saved_fraction * step_s, how_known)
+        if not decision.comparisons:
+            return f"Keep {name}: every size gives the same buckets."
+        return f"Keep {name}: no plan that ran is faster beyond noise."
 
     @property
     def summary(self) -> tuple[str, ...]:
-        """The decision, where and on how many plans it rests and what it could see, and whether all predictions missed."""
+        """What to do, where and on how many plans it rests and what it could see, and whether all predictions missed."""
         counts = f"{len(self.candidates)} plans predicted, {len(self.seconds)} run"
         where = f"{self.facts['num_ranks']} ranks, {self.facts['backend']}; {counts}"
         if (visible := self.decision.visible_gain) is not None:
-            where += f"; smallest visible gain at this noise: {'at least ' * self.decision.is_undecided}{visible:.1%}"
-        verdict = "no candidate is better than the default beyond noise; the config stays as it is"
-        if self.decision.is_undecided:
-            done, needed = self.decision.num_rounds, self.decision.num_rounds_needed
-            advice = f"give more --seconds and at least --rounds {needed}, or fewer --candidates"
-            verdict = f"undecided: rounds done {done}, needed {needed}; the config stays as it is. To decide, {advice}"
-        elif (chosen := self.decision.chosen) is not None:
-            interval = f"{chosen.low:.1%} to {chosen.high:.1%}, sign test p = {chosen.p_value:.2g}"
-            gain = f"faster than the default by {chosen.gain:.1%} (95 % interval over all candidates: {interval})"
-            verdict = f"{printable(chosen.name)} is {gain}"
+            saving = f"{'at least ' * self.decision.is_undecided}{saved_fraction(visible):.1%} of a step"
+            where += f"; smallest visible saving at this noise: {saving}"
+        verdict = self._verdict
         errors = [each.predicted_s / self.measured_s(each.name) - 1 for each in self.candidates if each.name in self.seconds]
         lines = (verdict, where, *(() if self.by_host is None else self.by_host.sentences))
         if (least := min(map(abs, errors))) < _POOR_PREDICTION:
@@ -198,7 +241,8 @@ class _Tuner:
         }
         known = measured[Mode.of(default)]
         setting = Setting(known.workload, link, default, ranks.num_ranks, self._specs, host=known.host)
-        return Tuning(candidates, seconds, decide(seconds), facts, advise_by_host(setting))
+        decision = decide(seconds, {each.name: each.num_buckets for each in candidates})
+        return Tuning(candidates, seconds, decision, facts, advise_by_host(setting))
 
     def _measure_link(self) -> tuple[Link, float]:
         """Return the times of collectives on the lane, and the extra time of one that is waited for alone."""

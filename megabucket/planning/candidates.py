@@ -14,6 +14,7 @@ from typing import Any, Final
 from megabucket.config.ddp import DistributedDataParallelConfig
 from megabucket.errors import ConfigError
 from megabucket.layout import ParamSpec
+from megabucket.planning.advice import TOLERANCE, Choice, fewest_within
 from megabucket.planning.cuts import plan_of_layout
 from megabucket.planning.links import Link
 from megabucket.planning.setting import SIZE_FIELDS, Setting
@@ -57,6 +58,11 @@ class Candidate:
         """How gradients travel."""
         return Mode.of(self.ddp)
 
+    @property
+    def size(self) -> dict[str, Any]:
+        """The fields of ``ddp`` that say where buckets end."""
+        return self.ddp.model_dump(mode="json", include=set(SIZE_FIELDS), exclude_none=True)
+
 
 def in_mode(ddp: DistributedDataParallelConfig, mode: Mode) -> DistributedDataParallelConfig:
     """Return the config in a mode, with everything overlapped that can be."""
@@ -81,8 +87,9 @@ def find_candidates(
 ) -> tuple[Candidate, ...]:
     """Return the default and all other plans to consider, the shortest predicted step first.
 
-    Uniform sizes on a logarithmic grid, numbers of buckets, the library's own default, and optimal cuts, each in the layout's
-    order and, where another one was measured, in the order in which gradients became ready. Plans that cut alike come once.
+    Uniform sizes on a logarithmic grid, numbers of buckets, the library's own default, the optimal cuts and the fewest within
+    1 % of them, each in the layout's order and, where another one was measured, in the order in which gradients became ready.
+    Plans that cut alike come once.
 
     Args:
         specs: trainable parameters in registration order.
@@ -120,14 +127,20 @@ def find_candidates(
 def pick(candidates: Sequence[Candidate], how_many: int) -> tuple[Candidate, ...]:
     """Return those to run: the default, and of the others the best predicted ones.
 
+    One of these is the one with the fewest buckets of those that are predicted to be within 1 % of the best.
+
     Raises:
         ConfigError: fewer than one besides the default is asked for.
     """
     if how_many < 1:
         raise ConfigError(f"--candidates={how_many} leaves nothing to compare with the default; give 1 or more")
     default = [candidate for candidate in candidates if candidate.name == DEFAULT]
-    others = [candidate for candidate in candidates if candidate.name != DEFAULT]
-    return (*default, *sorted(others, key=lambda candidate: candidate.predicted_s)[:how_many])
+    others = {candidate.name: candidate for candidate in candidates if candidate.name != DEFAULT}
+    if not others:
+        return tuple(default)
+    choices = [Choice(name, each.num_buckets, each.predicted_s, each.size) for name, each in others.items()]
+    few = others.pop(fewest_within(choices).name)
+    return (*default, few, *sorted(others.values(), key=lambda candidate: candidate.predicted_s)[: how_many - 1])
 
 
 def _updates(base: Setting) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -138,10 +151,9 @@ def _updates(base: Setting) -> Iterator[tuple[str, dict[str, Any]]]:
     if order != tuple(reversed(range(len(tensors)))) and base.ddp.layout == "stable":
         orders.append((" in ready order", {"bucket_order": tuple(tensors[index].name for index in order)}))
     for suffix, ordering in orders:
-        yield (
-            f"optimal cuts{suffix}",
-            {"bucket_cuts": replace(base, ddp=base.ddp.model_copy(update=ordering)).optimal_cuts, **ordering},
-        )
+        ordered = replace(base, ddp=base.ddp.model_copy(update=ordering))
+        yield f"optimal cuts{suffix}", {"bucket_cuts": ordered.optimal_cuts, **ordering}
+        yield f"fewest cuts{suffix}", {"bucket_cuts": ordered.fewest_cuts, **ordering}
         for numel in size_grid(base.workload.numel):
             yield f"bucket_size {numel}{suffix}", {"bucket_size": numel, **ordering}
         for count in _NUM_BUCKETS:
@@ -188,6 +200,11 @@ class Comparison:
     p_value: float
 
     @property
+    def saved_fraction(self) -> float:
+        """The gain as a fraction of the default's step that is saved."""
+        return saved_fraction(self.gain)
+
+    @property
     def is_beyond_noise(self) -> bool:
         """Whether the whole interval is above 0."""
         return self.low > 0
@@ -227,14 +244,23 @@ class Decision:
         return next((each for each in self.comparisons if each.name == self.choice), None)
 
 
-def decide(seconds: Mapping[str, Sequence[float]], *, min_gain: float = 0.01, confidence: float = _CONFIDENCE) -> Decision:
-    """Return the candidate with the largest median gain over the default, of those that are faster beyond noise.
+def decide(
+    seconds: Mapping[str, Sequence[float]],
+    num_buckets: Mapping[str, int] | None = None,
+    *,
+    min_gain: float = 0.01,
+    confidence: float = _CONFIDENCE,
+) -> Decision:
+    """Return the default, or the candidate with the fewest buckets of those that are faster beyond noise and among the best.
+
+    Among the best: its median gain over the default is that of a step within 1 % of the one with the largest gain.
 
     Beyond noise: the distribution-free interval for the median of the paired ratios (order statistics, the inverse of the sign
     test) lies above 0, with the error shared out among the candidates (Bonferroni), and the gain is ``min_gain`` or more.
 
     Args:
         seconds: by candidate, one number for each round; rounds are paired by position. One of them is the default.
+        num_buckets: by candidate; ``None`` takes the largest gain.
 
     Raises:
         ConfigError: no rounds.
@@ -247,9 +273,20 @@ def decide(seconds: Mapping[str, Sequence[float]], *, min_gain: float = 0.01, co
     error = (1 - confidence) / max(len(others), 1)
     comparisons = tuple(_compare(name, default_s, seconds[name], error=error) for name in others)
     better = [each for each in comparisons if each.is_beyond_noise and each.gain >= min_gain]
-    best = max(better, key=lambda each: each.gain, default=None)
+    least = (1 + max((each.gain for each in better), default=0.0)) / (1 + TOLERANCE)  # of default / candidate
+    near = [each for each in better if 1 + each.gain >= least] if num_buckets is not None else better
+    best = min(near, key=lambda each: ((num_buckets or {}).get(each.name, 0), -each.gain), default=None)
     needed = math.ceil(math.log2(2 / error))  # where faster in all of n rounds is beyond noise: 2**-n <= error / 2
     return Decision(DEFAULT if best is None else best.name, comparisons, min_gain, len(default_s), needed)
+
+
+def saved_fraction(gain: float) -> float:
+    """Return which fraction of the default's step a gain saves; infinite gain saves all of it.
+
+    >>> saved_fraction(1.0), saved_fraction(0.25), saved_fraction(math.inf)
+    (0.5, 0.2, 1.0)
+    """
+    return 1 - 1 / (1 + gain) if gain > -1 else -math.inf
 
 
 def sign_test(num_faster: int, num_rounds: int) -> float:

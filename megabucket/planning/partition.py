@@ -48,6 +48,7 @@ _LOOSEST: Final = 1e-6
 _HOST_FACTORS: Final = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 _UNIFORM_SIZES: Final = 100
 _MANY_TENSORS: Final = 2_000
+_PARTS_OF_SLACK: Final = 64
 
 
 def optimal_plan(
@@ -85,6 +86,20 @@ def optimal_plan(
     if len(plans) == 1:
         return plans[0]
     return min(plans, key=lambda plan: (simulate_step_s(workload, plan, link, host=host, **options), len(plan.buckets)))
+
+
+def fewest_buckets_plan(
+    workload: Workload, link: Link, slack_s: float, *, host: HostCosts | None = None, **options: Unpack[SyncOptions]
+) -> BucketPlan:
+    """Return a plan with the fewest buckets of all whose step is at most ``slack_s`` longer than the shortest.
+
+    Exact like the search of ``optimal_plan`` on its line, where there are two sides to 1/64 of the slack. Costs of the host
+    and the points of a table shift the step that comes out: simulate it before relying on the slack.
+
+    Raises:
+        ConfigError: the link does not know the cost of a collective.
+    """
+    return _Problem(workload, link, **options).solve(host or HostCosts(), slack_s=slack_s)
 
 
 def lower_bound_s(
@@ -174,8 +189,12 @@ class _Problem:
             due_s = tuple(accumulate(left_s, max) if is_one_buffer else left_s)
             self.sides.append(Side(due_s, total_s, CollectiveKind.ALL_GATHER, dtype, width))
 
-    def solve(self, host: HostCosts) -> BucketPlan:
-        """Return the best plan when a bucket also takes the lane for as long as it takes the host."""
+    def solve(self, host: HostCosts, *, slack_s: float = 0.0) -> BucketPlan:
+        """Return the best plan when a bucket also takes the lane for as long as it takes the host.
+
+        Args:
+            slack_s: how much longer than the shortest step it may take, to save buckets.
+        """
         extra_s = (host.launch_s + host.finish_s, host.update_s + host.gather_finish_s)
         costs = []
         for side, extra in zip(self.sides, extra_s, strict=False):
@@ -183,7 +202,7 @@ class _Problem:
             costs.append(Affine(line.latency_s + extra, line.seconds_per_byte * side.bytes_per_element))
         buckets: list[tuple[int, ...]] = []
         start = 0
-        for cut in shortest_cuts(self.elements, self.sides, costs) if self._positions else ():
+        for cut in shortest_cuts(self.elements, self.sides, costs, slack_s=slack_s) if self._positions else ():
             stop = self._positions[cut - 1] + 1
             buckets.append(self._order[start:stop])
             start = stop
@@ -195,7 +214,7 @@ class _Problem:
 # The search, for one side or two #
 
 
-def shortest_cuts(elements: Sequence[int], sides: Sequence[Side], costs: Sequence[Affine]) -> Cuts:
+def shortest_cuts(elements: Sequence[int], sides: Sequence[Side], costs: Sequence[Affine], *, slack_s: float = 0.0) -> Cuts:
     """Return the cuts with the smallest sum of finishes, and of those the fewest.
 
     Whether any cuts finish by ``x`` on one side and by ``y`` on the other is decided in one pass (``fewest``). So the
@@ -204,11 +223,12 @@ def shortest_cuts(elements: Sequence[int], sides: Sequence[Side], costs: Sequenc
 
     Args:
         costs: of a collective on each side, in elements.
+        slack_s: how much larger than the smallest the sum may be; of all such cuts the fewest are returned.
     """
     search = _Search(elements, sides, costs)
     lowest = [max(finish_times(elements, side.due_s, cost)[-1], side.floor_s) for side, cost in zip(sides, costs, strict=True)]
     if len(sides) == 1:
-        return search.fewest_near(lowest)
+        return search.fewest_near([lowest[0] + slack_s])
     # The two ends of the front: each side as short as it can be, the other as short as that allows.
     first, second = search.smallest(1, lowest[0], lowest[1]), search.smallest(0, lowest[1], lowest[0])
     if first is None or second is None:
@@ -226,7 +246,8 @@ def shortest_cuts(elements: Sequence[int], sides: Sequence[Side], costs: Sequenc
             best = min(best, point, key=sum)
             intervals.append((low_s, min(point[0], middle_s), point[1]))
         intervals.append((middle_s, high_s, second_s))
-    return search.fewest_near(best)
+    cuts = search.fewest_near(best)
+    return search.fewest_within(sum(best), slack_s, lowest, cuts) if slack_s else cuts
 
 
 def finish_times(elements: Sequence[int], due_s: Sequence[float], cost: Affine) -> list[float]:
@@ -302,6 +323,29 @@ class _Search:
                 return cuts
             tolerance *= 10
         raise InvariantError(f"no cuts reach {limits_s} s, which a search has found possible; please report the workload")
+
+    def fewest_within(self, shortest_s: float, slack_s: float, lowest_s: Sequence[float], known: Cuts) -> Cuts:
+        """Return the fewest cuts of two sides whose finishes sum to ``shortest_s + slack_s`` at most.
+
+        While the first time lies in an interval, the second one has at most what the interval's lower end leaves: the fewest
+        cuts for that bound all of them from below, and those for what its upper end leaves are short enough. Branch and bound
+        over intervals, down to 1/64 of the slack: no cuts that keep that distance from the sum are fewer.
+
+        Args:
+            lowest_s: the earliest finish of each side.
+            known: cuts that are short enough.
+        """
+        most_s = shortest_s + slack_s
+        best, intervals = known, [(lowest_s[0], most_s - lowest_s[1])]
+        while intervals:
+            low_s, high_s = intervals.pop()
+            bound, found = (self.fewest([high_s, most_s - other_s]) for other_s in (low_s, high_s))
+            if found is not None and len(found) < len(best):
+                best = found
+            if bound is not None and len(bound) < len(best) and high_s - low_s > slack_s / _PARTS_OF_SLACK:
+                middle_s = (low_s + high_s) / 2
+                intervals += [(low_s, middle_s), (middle_s, high_s)]
+        return best
 
     def smallest(self, side: int, other_s: float, known_s: float, *, at_most_s: float = inf) -> Finishes | None:
         """Return the finishes of the cuts that finish one of two sides earliest, of those that finish the other in time.

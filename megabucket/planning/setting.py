@@ -17,12 +17,24 @@ from typing import Any, Final
 from megabucket.config import DistributedDataParallelConfig
 from megabucket.config.resolve import DEFAULT_BUCKET_NUMEL, DEFAULT_BUCKET_NUMEL_PER_RANK
 from megabucket.errors import ConfigError
-from megabucket.layout import ModelLayout, ParamSpec, build_layout, newton_schulz_flop, plan_owners
+from megabucket.layout import ModelLayout, ParamSpec, build_layout, launch_order, newton_schulz_flop, plan_owners
+from megabucket.planning.advice import (
+    DEFAULT_BUCKETS,
+    NO_LINK,
+    NO_TIMES,
+    ONE_RANK,
+    THIS_CONFIG,
+    TOLERANCE,
+    Advice,
+    Choice,
+    advise,
+    unknown_advice,
+)
 from megabucket.planning.architecture import param_specs
 from megabucket.planning.cuts import BucketPlan, cuts_by_buffer, per_tensor_plan, plan_of_layout, uniform_plan
 from megabucket.planning.links import FileLink, FlatLink, Link, MeasuredLink, ReplicatedLink, read_link
 from megabucket.planning.owners import busiest_exchange, owned_flop
-from megabucket.planning.partition import lower_bound_s, optimal_plan
+from megabucket.planning.partition import fewest_buckets_plan, lower_bound_s, optimal_plan
 from megabucket.planning.run_config import RunConfig, group_sizes_of, shard_counts
 from megabucket.planning.simulate import (
     FENCE,
@@ -45,6 +57,9 @@ RANKS: Final = tuple(2**exponent for exponent in range(13))
 
 MANY_TENSORS: Final = 10_000
 """From here on fewer sizes and numbers of ranks are looked at: each of them is a layout of all tensors."""
+
+_SLACK: Final = 0.95 * TOLERANCE
+"""Fraction of the best step that a plan of few buckets may take longer before padding, which adds a little."""
 
 _FEW_SIZES: Final = 8
 _SOME_SIZES: Final = 20
@@ -124,6 +139,12 @@ class Setting:
         num_instances = math.gcd(self.num_instances, dp_size, *sizes.values())
         return replace(self, dp_size=dp_size, group_sizes=sizes, num_instances=num_instances)
 
+    @property
+    def params(self) -> tuple[ParamSpec, ...]:
+        """The model's parameters; without a model one vector for each tensor of the workload."""
+        workload = self.workload
+        return self.specs or tuple(ParamSpec(each.name, (each.numel,), workload.param_dtype) for each in workload.tensors)
+
     # Plans #
 
     def plan_of_size(self, bucket_numel: int | None) -> BucketPlan:
@@ -138,10 +159,23 @@ class Setting:
 
     @cached_property
     def configured_plan(self) -> BucketPlan | None:
-        """The plan of the config's own ``ddp`` section, or ``None`` when that says nothing about sizes or there is no model."""
-        if self.specs is None or all(getattr(self.ddp, name) is None for name in SIZE_FIELDS):
-            return None
-        return self._plan_of(self.layout)
+        """The plan of the config's own ``ddp`` section, or ``None`` when that says nothing about sizes."""
+        return self._plan_of(self.layout) if self.size_fields else None
+
+    @cached_property
+    def default_plan(self) -> BucketPlan:
+        """The plan of the config without its sizes."""
+        return self._plan_of_layout()
+
+    @property
+    def size_fields(self) -> tuple[str, ...]:
+        """The fields of ``ddp`` that say where buckets end, as far as they are set."""
+        return tuple(name for name in SIZE_FIELDS if getattr(self.ddp, name) is not None)
+
+    @property
+    def current_plan(self) -> BucketPlan:
+        """The plan of the config as it is: its own sizes, or the default one."""
+        return self.configured_plan or self.default_plan
 
     @property
     def default_numel(self) -> int:
@@ -159,9 +193,25 @@ class Setting:
 
         Where parameters lie in several buffers (dtypes, experts), each buffer is cut wherever the optimal plan cuts.
         """
-        if self.specs is None:
-            return self._unpadded_plan.cut_names(self.workload)
-        return cuts_by_buffer(self._unpadded_plan, self.specs)
+        return self._cuts_of(self._unpadded_plan)
+
+    @cached_property
+    def fewest_plan(self) -> BucketPlan:
+        """A plan with the fewest buckets of those within 1 % of the shortest step; with a model padded like any other."""
+        return self._few_plan if self.specs is None else self._plan_of_layout(bucket_cuts=self.fewest_cuts)
+
+    @property
+    def fewest_cuts(self) -> tuple[str, ...]:
+        """The ``bucket_cuts`` of that plan, like ``optimal_cuts``."""
+        return self._cuts_of(self._few_plan)
+
+    @cached_property
+    def _few_plan(self) -> BucketPlan:
+        slack_s = _SLACK * self.step_s(self.optimal_plan)
+        return fewest_buckets_plan(self.as_launched, self._grid, slack_s, host=self.host, **self._sync)
+
+    def _cuts_of(self, plan: BucketPlan) -> tuple[str, ...]:
+        return plan.cut_names(self.workload) if self.specs is None else cuts_by_buffer(plan, self.specs)
 
     @cached_property
     def _unpadded_plan(self) -> BucketPlan:
@@ -180,12 +230,21 @@ class Setting:
         return self._plan_of(replace(self, ddp=ddp).layout)
 
     def _plan_of(self, layout: ModelLayout) -> BucketPlan:
-        return plan_of_layout(self.workload, layout, self.whole_params if self.mode is Mode.REDUCE_SCATTER else ())
+        workload = self.workload
+        plan = plan_of_layout(workload, layout, self.whole_params if self.mode is Mode.REDUCE_SCATTER else ())
+        if self.specs is not None:
+            return plan
+        # Without a model the workload gives the bytes of an element on the wire; the layout could only guess a dtype.
+        numels = [layout.buffers[id_.buffer].buckets[id_.bucket].numel for id_ in launch_order(layout)]
+        grad_bytes = tuple(numel * workload.bytes_per_element for numel in numels)
+        return replace(
+            plan, grad_bytes=grad_bytes, param_bytes=tuple(numel * workload.param_bytes_per_element for numel in numels)
+        )
 
     @property
     def layout(self) -> ModelLayout:
-        """The layout that the config gives a model; built anew each time."""
-        return build_layout(self.specs or (), self.ddp, dp_size=self.shards["dense"], group_sizes=self.shards)
+        """The layout that the config gives the parameters; built anew each time."""
+        return build_layout(self.params, self.ddp, dp_size=self.shards["dense"], group_sizes=self.shards)
 
     # Times #
 
@@ -401,11 +460,13 @@ class Outlook:
     """Seconds that no plan with buckets in ready order can beat."""
     rows: tuple[SweepRow, ...]
     """One for each bucket size."""
-    default: SweepRow | None
-    """The default bucket size; only with a model, whose wrapper has a default."""
+    default: SweepRow
+    """The default bucket size."""
     configured: SweepRow | None
     """The plan of the config's own ``ddp`` section."""
     optimal: SweepRow
+    fewest: SweepRow
+    """Cuts with the fewest buckets of those within 1 % of the shortest step, before padding."""
     scaling: tuple[ScalingRow, ...]
     """The optimal cuts of each number of ranks; empty where the link does not depend on it."""
 
@@ -413,6 +474,36 @@ class Outlook:
     def cuts(self) -> tuple[str, ...]:
         """The tensors that close the optimal buckets, in the order in which gradients become ready."""
         return self.optimal.plan.cut_names(self.setting.workload)
+
+    @property
+    def current(self) -> SweepRow:
+        """The config as it is: its own sizes, or the default one."""
+        return self.configured or self.default
+
+    @cached_property
+    def advice(self) -> Advice:
+        """What to do about the buckets of the config."""
+        setting, unset = self.setting, dict.fromkeys(self.setting.size_fields)
+        name = DEFAULT_BUCKETS if self.configured is None else THIS_CONFIG
+        if setting.dp_size == 1 and not isinstance(setting.link, FlatLink):
+            return unknown_advice(name, ONE_RANK)
+        if all(tensor.backward_s == 0 for tensor in setting.workload.tensors):
+            return unknown_advice(name, NO_TIMES)
+
+        def choice(name: str, row: SweepRow, **ddp: Any) -> Choice:
+            fields = {**unset, **ddp} if row is not self.current else {}
+            # Without a model plans of the sweep and cuts are not padded; neither are those that they are compared with.
+            step_s = row.step_s if setting.specs is not None else setting.step_s(BucketPlan(row.plan.buckets))
+            return Choice(name, row.buckets, step_s, fields)
+
+        others = [choice(f"ddp.bucket_size={row.bucket_numel}", row, bucket_size=row.bucket_numel) for row in self.rows]
+        for row in (self.optimal, self.fewest):
+            names = row.plan.cut_names(setting.workload)
+            others.append(choice(f"these {len(names):,} bucket_cuts", row, bucket_cuts=names))
+        if self.configured is not None:
+            others.append(choice(DEFAULT_BUCKETS, self.default))
+        rows = (*self.rows, self.optimal, self.fewest, self.default, self.current)
+        return advise(choice(name, self.current), others, num_plans=len({row.plan.buckets for row in rows}))
 
     @property
     def best(self) -> SweepRow:
@@ -427,7 +518,10 @@ class Outlook:
         of_setting = ("dp_size", "expert_dp_size", "group_sizes", "num_instances", "mode")
         overlaps = ("overlap_grad_reduce", "overlap_param_gather")
         of_workload = ("numel", "num_microbatches", "forward_s", "backward_s", "optimizer_s")
-        optimal = {name: value for name, value in self.optimal.to_dict().items() if name != "bucket_numel"}
+        optimal, fewest = (
+            {name: value for name, value in row.to_dict().items() if name != "bucket_numel"}
+            for row in (self.optimal, self.fewest)
+        )
         return {
             **{name: getattr(setting, name) for name in (*of_setting, *overlaps)},
             "num_tensors": len(workload.tensors),
@@ -437,9 +531,11 @@ class Outlook:
             "no_overlap_s": self.no_overlap_s,
             "lower_bound_s": self.lower_bound_s,
             "rows": [row.to_dict() for row in self.rows],
-            "default": self.default and self.default.to_dict(),
+            "advice": self.advice.to_dict(),
+            "default": self.default.to_dict(),
             "configured": self.configured and self.configured.to_dict(),
             "optimal": {**optimal, "cuts": list(self.cuts)},
+            "fewest": {**fewest, "cuts": list(self.fewest.plan.cut_names(workload))},
             "scaling": [asdict(row) for row in self.scaling],
         }
 
@@ -466,11 +562,28 @@ def outlook_of(setting: Setting, sizes: Sequence[int] | None = None, *, has_scal
         no_overlap_s=setting.no_overlap_s,
         lower_bound_s=setting.lower_bound_s,
         rows=tuple(sweep_row(setting, setting.plan_of_size(size), size) for size in sizes),
-        default=sweep_row(setting, setting.plan_of_size(None), setting.default_numel) if has_model else None,
+        default=sweep_row(setting, setting.default_plan, setting.default_numel),
         configured=None if setting.configured_plan is None else sweep_row(setting, setting.configured_plan),
         optimal=sweep_row(setting, setting.optimal_plan),
+        fewest=sweep_row(setting, setting.fewest_plan),
         scaling=scaling(setting, _FEW_RANKS if is_large else RANKS) if scales else (),
     )
+
+
+def advice_of(run: RunConfig, *, dp_size: int, expert_dp_size: int | None = None) -> Advice:
+    """Return what to do about the buckets of a config, also where it says too little to simulate a step."""
+    is_sized = any(getattr(run.ddp, name) is not None for name in SIZE_FIELDS)
+    name = THIS_CONFIG if is_sized else DEFAULT_BUCKETS
+    if dp_size == 1:
+        return unknown_advice(name, ONE_RANK)
+    if run.link is None:
+        return unknown_advice(name, NO_LINK)
+    try:
+        return outlook_of(
+            setting_of(run, dp_size=dp_size, expert_dp_size=expert_dp_size), run.sweep.bucket_numel, has_scaling=False
+        ).advice
+    except ConfigError as error:  # no times, or a link that says nothing about so many ranks
+        return unknown_advice(name, f"others cannot be compared: {error}")
 
 
 def sizes_to_sweep(workload: Workload, *, count: int = _SOME_SIZES) -> tuple[int, ...]:

@@ -7,23 +7,21 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from megabucket.errors import ConfigError
-from megabucket.layout import ModelLayout, ParamSpec, build_layout, launch_order, shard_owners
+from megabucket.layout import ModelLayout, launch_order, shard_owners
 from megabucket.planning import RunConfig
 from megabucket.planning.by_host import HostAdvice, advise_by_host
-from megabucket.planning.cuts import BucketPlan, plan_of_layout
+from megabucket.planning.cuts import BucketPlan
 from megabucket.planning.describe import describe_rows
 from megabucket.planning.memory import memory_by_mode
 from megabucket.planning.setting import (
     MANY_TENSORS,
     RANKS,
-    SIZE_FIELDS,
     Outlook,
     Setting,
     SweepRow,
     outlook_of,
     scaling_row,
     setting_of,
-    sweep_row,
 )
 from megabucket.report.measured import Measured, MeasuredPlan
 from megabucket.units import format_seconds
@@ -34,15 +32,12 @@ SCHEMA_VERSION: Final = 1
 OWNERS_SHOWN: Final = 4
 """Groups of ranks listed for each bucket, counted from rank 0; the last group is added."""
 
-_LEAST_SAVING: Final = 5e-4
-"""Fraction of a step below which a plan saves nothing worth a sentence."""
-
 
 class NamedPlan(NamedTuple):
     """A plan with its simulated step."""
 
     key: str
-    """``default``, ``config``, ``uniform`` or ``optimal``; ``size`` for one of the sweep."""
+    """``default``, ``config``, ``uniform``, ``optimal`` or ``fewest``; ``size`` for one of the sweep."""
     name: str
     """For readers."""
     row: SweepRow
@@ -90,25 +85,15 @@ class Report:
 
     @property
     def summary(self) -> tuple[str, ...]:
-        """Sentences about the figures; the first one is about the difference that another plan makes."""
-        step_s, compute_s = self.configured.step_s, self.setting.compute_s
-        mine = f"{format_seconds(step_s)} with {'this config' if self.configured.key == 'config' else 'the default buckets'}"
-        saved = {plan.key: 1 - plan.step_s / step_s if step_s > 0 else 0.0 for plan in self.plans}
-        sentences = [f"No cuts save more than {_LEAST_SAVING:.2%} of a step, which takes {mine}."]
-        if saved["optimal"] >= _LEAST_SAVING:
-            saved_s = format_seconds(saved["optimal"] * step_s)
-            sentences = [f"Optimal cuts save {saved['optimal']:.2%} of a step: {saved_s} of {mine}."]
-        if saved["uniform"] >= _LEAST_SAVING:
-            best = self.outlook.best.bucket_numel
-            sentences.append(f"The best size for all buckets, {best:,} elements, saves {saved['uniform']:.2%}.")
+        """Sentences about the figures; the first one says what to do."""
+        compute_s, advice = self.setting.compute_s, self.outlook.advice
         exposed = format_seconds(self.configured.row.exposed_s)
+        sentences = [advice.sentence, f"Communication adds {exposed} to {format_seconds(compute_s)} of compute."]
         sentences += [
-            f"Communication adds {exposed} to {format_seconds(compute_s)} of compute.",
             f"With one collective per tensor after backward a step would take {format_seconds(self.outlook.no_overlap_s)}.",
-            f"No plan in this order takes less than {format_seconds(self.outlook.lower_bound_s)}. All of this is simulated.",
+            f"No plan in this order takes less than {format_seconds(self.outlook.lower_bound_s)}.",
+            *advice.remarks,
         ]
-        if all(tensor.backward_s == 0 for tensor in self.setting.workload.tensors):
-            sentences.append("The workload does not say when gradients become ready, so nothing can be hidden behind backward.")
         return (*sentences, *(() if self.by_host is None else self.by_host.sentences))
 
     def plan(self, key: str) -> NamedPlan | None:
@@ -187,7 +172,7 @@ def collect(
         note(f"memory and scaling on {num_ranks} ranks")
         there = setting.on(num_ranks)
         modes = memory_by_mode(
-            _specs_of(there),
+            there.params,
             there.ddp,
             dp_size=there.dp_size,
             group_sizes=there.group_sizes,
@@ -197,53 +182,32 @@ def collect(
         )
         memory.append({"dp_size": num_ranks, **{mode: asdict(each) for mode, each in modes.items()}})
         try:
-            config = scaling_row(there, lambda at: _layout_plan(at, _layout_of(at)))
+            config = scaling_row(there, lambda at: at.current_plan)
             optimal = scaling_row(there, lambda at: at.optimal_plan)
             scaling.append({"num_ranks": num_ranks, "config": asdict(config), "optimal": asdict(optimal)})
         except ConfigError as error:  # a measured link knows its own number of ranks only; two levels want whole nodes
             gaps[str(error)] = None
     note("the layout")
-    buckets = bucket_rows(_layout_of(setting), is_sharded=setting.ddp.use_distributed_optimizer)
+    buckets = bucket_rows(setting.layout, is_sharded=setting.ddp.use_distributed_optimizer)
     by_host = advise_by_host(setting, moments_per_element=run.optimizer.moments_per_element)
     named = _named_plans(outlook)
     return Report(title, outlook, named, tuple(buckets), tuple(memory), tuple(scaling), tuple(gaps), measured, by_host)
 
 
 def _named_plans(outlook: Outlook) -> tuple[NamedPlan, ...]:
-    """Return the default, the config's own plan if it sizes buckets, the best size of the sweep, and the optimal cuts."""
-    setting = outlook.setting
-    unsized = replace(setting, ddp=setting.ddp.model_copy(update=dict.fromkeys(SIZE_FIELDS)))
-    plans = [_plan_of_layout("default", "default", unsized)]
-    if setting.ddp != unsized.ddp:
-        plans.append(_plan_of_layout("config", "this config", setting))
-    return (*plans, NamedPlan("uniform", "best size", outlook.best), NamedPlan("optimal", "optimal cuts", outlook.optimal))
-
-
-def _plan_of_layout(key: str, name: str, setting: Setting) -> NamedPlan:
-    layout = _layout_of(setting)
-    largest = max(layout.buffers, key=lambda buffer: buffer.numel)
-    numel = None if setting.ddp.bucket_cuts is not None else largest.bucket_size or setting.workload.numel or None
-    return NamedPlan(key, name, sweep_row(setting, _layout_plan(setting, layout), numel))
-
-
-def _specs_of(setting: Setting) -> tuple[ParamSpec, ...]:
-    """Return the model's parameters; without a model one vector for each tensor of the workload."""
-    workload = setting.workload
-    return setting.specs or tuple(ParamSpec(each.name, (each.numel,), workload.param_dtype) for each in workload.tensors)
-
-
-def _layout_of(setting: Setting) -> ModelLayout:
-    return build_layout(_specs_of(setting), setting.ddp, dp_size=setting.shards["dense"], group_sizes=setting.shards)
-
-
-def _layout_plan(setting: Setting, layout: ModelLayout) -> BucketPlan:
-    workload, plan = setting.workload, plan_of_layout(setting.workload, layout)
-    if setting.specs is not None:
-        return plan
-    # Without a model the workload gives the bytes of an element on the wire; the layout could only guess a dtype.
-    numels = [layout.buffers[id_.buffer].buckets[id_.bucket].numel for id_ in launch_order(layout)]
-    grad_bytes = tuple(numel * workload.bytes_per_element for numel in numels)
-    return replace(plan, grad_bytes=grad_bytes, param_bytes=tuple(numel * workload.param_bytes_per_element for numel in numels))
+    """Return the default, the config's own plan if it sizes buckets, the best size of the sweep, and both kinds of cuts."""
+    plans = [NamedPlan("default", "default", outlook.default)]
+    if outlook.configured is not None:
+        setting = outlook.setting
+        largest = max(setting.layout.buffers, key=lambda buffer: buffer.numel)
+        numel = None if setting.ddp.bucket_cuts is not None else largest.bucket_size or setting.workload.numel or None
+        plans.append(NamedPlan("config", "this config", replace(outlook.configured, bucket_numel=numel)))
+    return (
+        *plans,
+        NamedPlan("uniform", "best size", outlook.best),
+        NamedPlan("optimal", "optimal cuts", outlook.optimal),
+        NamedPlan("fewest", "fewest cuts within 1 %", outlook.fewest),
+    )
 
 
 def bucket_rows(layout: ModelLayout, *, is_sharded: bool) -> Iterator[dict[str, Any]]:

@@ -59,7 +59,8 @@ def render_page(report: Report) -> str:
     # In JSON "<" can only be part of a string; escaped, no string can end the script element.
     values = page_data(report)
     facts = {name: printable(text, _FACT_CHARS) for name, text in values["facts"].items()}
-    data = json.dumps({**_printable(values), "facts": facts}, separators=(",", ":"), ensure_ascii=False)
+    lines = [printable(line, _FACT_CHARS) for line in report.outlook.advice.config_lines]
+    data = json.dumps({**_printable(values), "facts": facts, "config_lines": lines}, separators=(",", ":"), ensure_ascii=False)
     return page.replace("@DATA@", data.replace("<", "\\u003c"))  # last: a name may be "@STYLE@"
 
 

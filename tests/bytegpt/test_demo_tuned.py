@@ -59,7 +59,7 @@ def test_two_ranks_predict_run_and_write_a_config_that_trains(is_forked, config_
 
     assert result.returncode == 0, result.stderr
     # Two candidates share an error of 5 %, on either side of their intervals: 2**-7 <= 0.05 / 2 / 2.
-    assert "undecided: rounds done 2, needed 7; the config stays as it is" in result.stdout
+    assert ", undecided: rounds done 2, needed 7. To decide, " in result.stdout
     assert load_demo_config(out, []).ddp == load_demo_config(config_path, []).ddp
     data = json.loads(evidence.read_text())
     run = [each for each in data["candidates"] if "measured_s" in each]
@@ -94,7 +94,7 @@ def test_the_decision_stands_in_the_comments_of_the_config(config_path):
     text = tuned_text(config, tuning_of(config, FASTER, bucket_size=3000))
 
     comments = [line for line in text.splitlines() if line.startswith("#")]
-    assert "other is faster than the default by 100.0%" in comments[1]  # after what made it
+    assert "Use other (3 buckets) instead of " in comments[1]  # after what made it
     assert yaml.safe_load(text)["ddp"]["bucket_size"] == 3000
 
 
@@ -104,11 +104,16 @@ def test_every_plan_that_ran_is_a_row_with_prediction_and_gain(config_path, monk
 
     lines = list(_lines(tuning_of(config, FASTER, bucket_size=3000)))
 
+    change = "Use other (3 buckets) instead of this config's buckets (1): saves 10.00 ms of 20.00 ms a step (50.00%)"
+    evidence = "95 % interval over all candidates: 50.0% to 50.0%, sign test p = 0.00098"
+    assert lines[0] == f"{change}, measured in 10 rounds ({evidence})."
     assert lines[1:] == [
-        "2 ranks, gloo; 2 plans predicted, 2 run; smallest visible gain at this noise: 1.0%",
-        "plan     buckets  predicted  measured  error     gain         interval  faster",
-        "other          3   10.00 ms  10.00 ms  +0.0%  +100.0%  +100.0% +100.0%   10/10",
-        "default        1   20.00 ms  20.00 ms  +0.0%",
+        "ddp:",
+        "  bucket_size: 3000",
+        "2 ranks, gloo; 2 plans predicted, 2 run; smallest visible saving at this noise: 1.0% of a step",
+        "plan     buckets  predicted, ms  measured, ms  error, %  saves, %     interval, %  faster, rounds",
+        "other          3          10.00         10.00      +0.0     +50.0  +50.0 to +50.0        10 of 10",
+        "default        1          20.00         20.00      +0.0",
     ]
 
 
@@ -117,8 +122,8 @@ def test_too_few_rounds_are_no_decision_and_the_config_stays(config_path):
     tuning = tuning_of(config, {name: times[:5] for name, times in FASTER.items()}, bucket_size=3000)
 
     assert tuning.summary[0] == (  # 2**-6 <= 0.05 / 2
-        "undecided: rounds done 5, needed 6; the config stays as it is. To decide, give more --seconds and at least "
-        "--rounds 6, or fewer --candidates"
+        "Keep this config's buckets, undecided: rounds done 5, needed 6. To decide, give more --seconds and at least "
+        "--rounds 6, or fewer --candidates."
     )
     assert yaml.safe_load(tuned_text(config, tuning)) == config.model_dump(mode="json", exclude_unset=True)
     assert tuning.to_dict()["is_undecided"]
@@ -129,7 +134,7 @@ def test_within_noise_nothing_is_recommended_and_the_config_stays(config_path):
     tuning = tuning_of(config, NOISE, bucket_size=3000)
 
     assert tuning.decision.is_default
-    assert tuning.summary[0] == "no candidate is better than the default beyond noise; the config stays as it is"
+    assert tuning.summary[0] == "Keep this config's buckets: no plan that ran is faster beyond noise."
     assert yaml.safe_load(tuned_text(config, tuning)) == config.model_dump(mode="json", exclude_unset=True)
     assert tuning.to_dict()["is_default"]
     assert not tuning.to_dict()["is_undecided"]
@@ -139,9 +144,9 @@ def test_the_smallest_visible_gain_is_stated_with_every_verdict(config_path):
     config = load_demo_config(config_path, [])
     noise, few, one = (tuning_of(config, {name: times[:n] for name, times in NOISE.items()}) for n in (10, 4, 1))
 
-    # Ratios of 0.5 and 2, half of them each: the median is 1.25, the lower end of the interval 0.5.
-    assert noise.summary[1].endswith("; smallest visible gain at this noise: 75.0%")
-    assert few.summary[1].endswith("; smallest visible gain at this noise: at least 75.0%")
+    # Ratios of 0.5 and 2, half of them each: the median is 1.25, the lower end of the interval 0.5. 1 - 1 / 1.75 = 0.429
+    assert noise.summary[1].endswith("; smallest visible saving at this noise: 42.9% of a step")
+    assert few.summary[1].endswith("; smallest visible saving at this noise: at least 42.9% of a step")
     assert one.summary[1].endswith("2 run")
     assert noise.to_dict()["visible_gain"] == pytest.approx(0.75)
 

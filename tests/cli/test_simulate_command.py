@@ -176,7 +176,8 @@ def test_the_table_fits_80_columns_and_marks_the_best_size():
     result = invoke("-c", BOOK)
 
     assert result.exit_code == 0
-    assert max(len(line) for line in result.stdout.splitlines() if not line.startswith("assumed: ")) <= 80
+    table = result.stdout[result.stdout.index("elements  buckets") :]
+    assert max(map(len, table.splitlines())) <= 80
     (best,) = [line for line in result.stdout.splitlines() if line.endswith("best size") and "as the" not in line]
     assert best.split()[:4] == ["10.00", "M", "4", "121.6"]  # the largest of three that tie
 
@@ -189,8 +190,8 @@ def test_sizes_that_give_equal_buckets_are_one_row(config, sizes):
     lines = invoke("-c", config(SMALL), f"sweep.bucket_numel=[{sizes}]").stdout.splitlines()
 
     # All three tensors, the last two, and one bucket.
-    rows = [line.split() for line in lines if line.endswith(("x", "size", "on")) and " x " not in line]
-    assert [row[:2] for row in rows if row[0].isdecimal()] == [["2", "3"], ["6", "2"], ["100", "1"]]
+    rows = [line.split() for line in lines[lines.index("") + 1 :]]
+    assert [row[:2] for row in rows if row and row[0].isdecimal()] == [["2", "3"], ["6", "2"], ["100", "1"]]
     assert [line for line in lines if line.endswith("from 7 on")] != []
 
 
@@ -237,7 +238,7 @@ def test_names_are_escaped_and_cuts_are_printed_as_a_config(config):
 
     for text, cuts in ((MODEL, ["c", "b", "a"]), (SMALL, ["middle", "first"])):
         printed = invoke("-c", config(text), "--dp-size", 4, "--cuts").stdout
-        assert yaml.safe_load(printed[printed.index("ddp:") :]) == {"ddp": {"bucket_cuts": cuts}}
+        assert yaml.safe_load(printed[printed.rindex("ddp:") :]) == {"ddp": {"bucket_cuts": cuts}}
 
 
 def test_a_trace_of_two_steps_of_the_best_plan_is_written(config, tmp_path):

@@ -18,6 +18,7 @@ from megabucket.planning.cuts import uniform_plan
 from megabucket.planning.links import Affine, MeasuredLink, read_link
 from megabucket.planning.partition import (
     Side,
+    fewest_buckets_plan,
     finish_times,
     lower_bound_s,
     optimal_plan,
@@ -42,6 +43,22 @@ def test_no_plan_of_all_there_are_is_shorter(workload, link, choices):
     step_s = simulate_step_s(workload, plan, link, num_ranks=4, **choices)
     shortest_s = min(simulate_step_s(workload, each, link, num_ranks=4, **choices) for each in all_plans(workload))
     assert step_s == pytest.approx(shortest_s, rel=1e-9, abs=1e-9)
+
+
+@settings(max_examples=100)
+@given(workloads(max_tensors=7), AFFINE_LINKS, CHOICES, st.sampled_from([0.001, 0.01, 0.1, 0.5]))
+def test_no_plan_of_all_there_are_has_fewer_buckets_and_keeps_the_slack(workload, link, choices, fraction):
+    steps = [(simulate_step_s(workload, each, link, num_ranks=4, **choices), each) for each in all_plans(workload)]
+    shortest_s = min(step_s for step_s, _ in steps)
+    slack_s = shortest_s * fraction
+
+    plan = fewest_buckets_plan(workload, link, slack_s, num_ranks=4, **choices)
+
+    assert simulate_step_s(workload, plan, link, num_ranks=4, **choices) <= shortest_s + slack_s * (1 + 1e-6) + 1e-9
+    # With a side for the gathers as well, 1/64 of the slack is left out.
+    near_s = shortest_s + slack_s * 0.98 - 1e-9
+    fewest = min(each.num_collectives(workload) for step_s, each in steps if step_s <= near_s or step_s == shortest_s)
+    assert plan.num_collectives(workload) <= fewest
 
 
 @settings(max_examples=100)

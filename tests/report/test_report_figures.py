@@ -13,6 +13,7 @@ from report_cases import book, model_run, report, small, tensors, zero
 from megabucket.errors import ConfigError
 from megabucket.layout import shard_slices
 from megabucket.planning import RunConfig
+from megabucket.planning.advice import SIMULATED
 from megabucket.planning.setting import setting_of
 from megabucket.planning.simulate import Mode, simulate_step_s
 from megabucket.report.collect import OWNERS_SHOWN, bucket_rows
@@ -68,7 +69,7 @@ def test_the_config_s_plan_is_its_layout_with_padding():
 def test_without_sizes_in_the_config_its_plan_is_the_default():
     figures = report(small())
 
-    assert [plan.key for plan in figures.plans] == ["default", "uniform", "optimal"]
+    assert [plan.key for plan in figures.plans] == ["default", "uniform", "optimal", "fewest"]
     assert figures.configured.row.bucket_numel == 40_000_000
 
 
@@ -174,15 +175,14 @@ def test_all_figures_are_strict_json():
     assert data["memory"][0]["reduce_scatter"]["parameter_bytes"] == 6428 * 4
 
 
-def test_the_first_sentence_says_what_another_plan_would_save():
+def test_the_first_sentence_says_what_to_do():
     # default 40 M elements: 55.68 + 2 * 1.4 + 72.58 ms; the optimal cuts end at the lower bound
-    figures = report(book(), dp_size=8)
+    offered, kept = report(book(), dp_size=8), report(book(ddp={"bucket_size": 10_000_000}), dp_size=8)
 
-    assert figures.summary[0] == "Optimal cuts save 7.23% of a step: 9.48 ms of 131.06 ms with the default buckets."
-
-
-def test_the_first_sentence_says_where_nothing_can_be_saved():
-    assert report(zero()).summary[0] == "No cuts save more than 0.05% of a step, which takes 16.07 ms with this config."
+    change = "Use ddp.bucket_size=13283505 (3 buckets) instead of the default buckets (2)"
+    assert offered.summary[0] == f"{change}: saves 9.48 ms of 131.06 ms a step (7.23%), simulated."
+    assert kept.summary[0].startswith("Keep this config's buckets: ")
+    assert kept.summary[-1] == SIMULATED
 
 
 def test_a_long_computation_says_what_it_does():

@@ -138,6 +138,16 @@ def test_the_slider_stops_at_the_sizes_of_the_sweep(site):
     assert site.messages == []
 
 
+def test_a_plan_is_offered_with_config_values_to_paste_and_one_percent_is_no_cliff(site):
+    figures = report(book())
+    page = site.open(figures)
+
+    assert page.locator("#advice").inner_text() == figures.outlook.advice.sentence
+    assert page.locator("#config").inner_text() == "\n".join(figures.outlook.advice.config_lines)
+    assert "0" in page.locator("#sweep svg").first.locator("text").all_text_contents()
+    assert site.messages == []
+
+
 def test_the_named_plans_are_shown(site):
     figures = report(book())
     page = site.open(figures)
@@ -157,7 +167,8 @@ def test_the_small_collectives_of_a_model_s_step_are_in_the_timeline(site):
     page = site.open(report(model_run()))
 
     assert "a small collective of the step" in page.locator("#timeline-legend").inner_text()
-    assert page.locator("#lead strong").inner_text().startswith("Optimal cuts save 0.39% of a step")
+    assert page.locator("#advice").inner_text().startswith("Keep the default buckets: ")
+    assert not page.locator("#config").is_visible()
     assert site.messages == []
 
 

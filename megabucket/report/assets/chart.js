@@ -74,7 +74,7 @@ const chart = (() => {
     }
     for (const tick of x.ticks) {
       svg.append(draw("line", {class: "grid", x1: sx(tick), x2: sx(tick), y1: margin.top, y2: height - margin.bottom}),
-        draw("text", {x: sx(tick), y: height - margin.bottom + 16, "text-anchor": "middle"}, x.format(tick)));
+        draw("text", {x: sx(tick), y: height - margin.bottom + 20, "text-anchor": "middle"}, x.format(tick)));
     }
     svg.append(draw("line", {class: "axis", x1: margin.left, x2: width - margin.right, y1: height - margin.bottom, y2: height - margin.bottom}),
       draw("text", {x: (margin.left + width - margin.right) / 2, y: height - 6, "text-anchor": "middle"}, x.label));

@@ -143,12 +143,9 @@ const page = (() => {
     const ys = [...data.plans.map(plan => plan.step_s), data.lower_bound_s, ...measured.map(plan => plan.measured_s)];
     let [low, high] = [Math.min(...xs), Math.max(...xs)];
     if (low === high) [low, high] = [low / 2, high * 2];
-    let [bottom, top] = [Math.min(...ys), Math.max(...ys)];
-    if (top - bottom < 1e-3 * top || top === 0) [bottom, top] = [0, top * 1.2 || 1];
-    const slack = (top - bottom) * 0.06;
-    [bottom, top] = [Math.max(0, bottom - slack), top + slack];
+    const top = Math.max(...ys) * 1.06 || 1;  // from zero, so that one percent looks like one percent
     redrawSweep = chart.responsive(byId("sweep"), width => {
-      const y = {low: bottom, high: top, ticks: chart.ticks(bottom, top, 5), format: chart.secondsTick(top)};
+      const y = {low: 0, high: top, ticks: chart.ticks(0, top, 5), format: chart.secondsTick(top)};
       const x = {low, high, log: true, ticks: chart.powers(low, high, 10, width / 60), format: chart.shortCount, label: "elements of a bucket, logarithmic"};
       if (x.ticks.length < 2) x.ticks = [low, high];
       const {svg, sx, sy, margin} = chart.plot({width, height: 300, x, y, label: "Step time over bucket size; the table below has the figures"});
@@ -210,7 +207,7 @@ const page = (() => {
       make("span", {}, exact(entry.padding_numel), make("br"), muted(percent(entry.numel ? entry.padding_numel / entry.numel : 0))),
       ...(isSharded ? [exact(entry.owners.length ? entry.shard_numel : entry.numel), ownersOf(entry)] : []), entry.closed_by]);
     byId("buckets").replaceChildren(chart.table("Buckets in launch order", [["Bucket", true], ["Parameters", false, "names"], ["Elements", true],
-      ["Padding", true], ...(isSharded ? [["Per rank", true], ["Owners", false, "names owners"]] : []), ["Closed by"]], rows));
+      ["Padding, elements", true], ...(isSharded ? [["Elements per rank", true], ["Owners", false, "names owners"]] : []), ["Closed by"]], rows));
   };
 
   // Memory and scaling #
@@ -253,12 +250,10 @@ const page = (() => {
     const rows = data.scaling, name = configured.name;
     byId("scaling-gaps").replaceChildren(...data.scaling_gaps.map(gap => make("p", {class: "note"}, "Points are missing: " + gap)));
     if (!rows.length) return;
-    const values = rows.flatMap(row => [row.config.efficiency, row.optimal.efficiency]);
     let [low, high] = [rows[0].num_ranks, rows[rows.length - 1].num_ranks];
     if (low === high) [low, high] = [low / 2, high * 2];
-    const bottom = Math.min(0.9, Math.floor(10 * Math.min(1, ...values)) / 10);
     chart.responsive(byId("scaling"), width => {
-      const y = {low: bottom, high: 1.02, ticks: chart.ticks(bottom, 1, 5), format: tick => Math.round(100 * tick) + " %"};
+      const y = {low: 0, high: 1.02, ticks: chart.ticks(0, 1, 5), format: tick => Math.round(100 * tick) + " %"};
       const x = {low, high, log: true, ticks: chart.powers(low, high, 2, width / 55), format: exact, label: "ranks, logarithmic"};
       const {svg, sx, sy, margin} = chart.plot({width, height: 280, x, y, label: "Scaling efficiency over the number of ranks; the table below has the figures"});
       for (const [key, look] of [["config", ""], ["optimal", " two"]]) {
@@ -282,10 +277,9 @@ const page = (() => {
     byId("measured-section").hidden = false;
     const plans = data.measured.plans, rowHeight = 26, height = 54 + rowHeight * plans.length;
     const values = plans.flatMap(plan => [plan.predicted_s, plan.measured_s, plan.low_s, plan.high_s]).filter(value => value !== null);
-    const reach = Math.max(...values) - Math.min(...values) || 0.1 * Math.max(...values) || 1;
-    const bottom = Math.max(0, Math.min(...values) - 0.15 * reach), top = Math.max(...values) + 0.1 * reach;
+    const top = Math.max(...values) * 1.06 || 1;
     chart.responsive(byId("measured"), width => {
-      const x = {low: bottom, high: top, ticks: chart.ticks(bottom, top, width / 90), format: chart.secondsTick(top), label: "step time; rows as in the table"};
+      const x = {low: 0, high: top, ticks: chart.ticks(0, top, width / 90), format: chart.secondsTick(top), label: "step time; rows as in the table"};
       const {svg, sx, margin} = chart.plot({width, height, x, y: {low: 0, high: 1, ticks: [0], format: () => ""}, label: "Predicted and measured step times; the table below has the figures"});
       plans.forEach((plan, index) => {
         const at = margin.top + rowHeight * (index + 0.5);
@@ -310,7 +304,10 @@ const page = (() => {
   const startHead = () => {
     byId("title").textContent = data.title;
     document.title = data.title + ": megabucket report";
-    byId("lead").append(make("strong", {}, data.summary[0]), " " + data.summary.slice(1).join(" "));
+    byId("advice").textContent = data.summary[0];
+    byId("config").textContent = data.config_lines.join("\n");
+    byId("config").hidden = !data.config_lines.length;
+    byId("summary").textContent = data.summary.slice(1).join(" ");
     byId("facts").replaceChildren(...Object.entries(data.facts).flatMap(([name, text]) => [make("dt", {}, name), make("dd", {}, text)]));
     chart.startTheme(byId("theme"));
   };
