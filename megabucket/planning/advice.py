@@ -36,6 +36,7 @@ NO_TIMES: Final = "the workload does not say when gradients become ready, so oth
 
 _TIE: Final = 1e-9
 _MOST_LINES: Final = 24
+_MOST_CHARS: Final = 5_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +206,7 @@ def config_lines(ddp: Mapping[str, Any]) -> tuple[str, ...]:
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in ddp.items()}
     # What is not ASCII is escaped, so that no name changes what a terminal shows.
     lines = yaml.safe_dump({"ddp": values}, sort_keys=False, width=math.inf).splitlines()
-    if len(lines) > _MOST_LINES:
+    if len(lines) > _MOST_LINES or sum(map(len, lines)) > _MOST_CHARS:
         return (f"  (ddp has {len(lines) - 1} lines: --json prints them, under advice.offered.ddp)",)
     return tuple(lines)
 

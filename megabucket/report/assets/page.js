@@ -198,7 +198,7 @@ const page = (() => {
   };
   const startBuckets = () => {
     const all = data.bucket_count, isSharded = data.buckets.some(entry => entry.owners.length);
-    byId("buckets-text").textContent = "The layout that the config gives, in launch order, padding included."
+    byId("buckets-text").textContent = "The layout that the config gives, in launch order, in elements, padding included."
       + (data.buckets.length < all ? ` The first and the last of ${exact(all)} buckets; the JSON file beside this page has all.` : "")
       + (data.mode === "all_reduce" ? " With all-reduce every rank owns, that is updates, all elements." : "");
     const rows = data.buckets.map(entry => [
@@ -207,7 +207,7 @@ const page = (() => {
       make("span", {}, exact(entry.padding_numel), make("br"), muted(percent(entry.numel ? entry.padding_numel / entry.numel : 0))),
       ...(isSharded ? [exact(entry.owners.length ? entry.shard_numel : entry.numel), ownersOf(entry)] : []), entry.closed_by]);
     byId("buckets").replaceChildren(chart.table("Buckets in launch order", [["Bucket", true], ["Parameters", false, "names"], ["Elements", true],
-      ["Padding, elements", true], ...(isSharded ? [["Elements per rank", true], ["Owners", false, "names owners"]] : []), ["Closed by"]], rows));
+      ["Padding", true], ...(isSharded ? [["Per rank", true], ["Owners", false, "names owners"]] : []), ["Closed by"]], rows));
   };
 
   // Memory and scaling #
