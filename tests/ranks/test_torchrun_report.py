@@ -32,7 +32,8 @@ def report_of(agent: subprocess.Popen[str]) -> dict[int | str, str]:
     try:
         _, said = agent.communicate(timeout=LIMIT_S)
     finally:
-        agent.kill()
+        agent.terminate()  # which ends its ranks
+        agent.wait()
     assert agent.returncode == 1, said
     report = re.search(r"^=+\n.* FAILED\n.*", said, re.MULTILINE | re.DOTALL)
     assert report is not None, said
