@@ -26,7 +26,7 @@ FRAME_HEADER_BYTES = 14 + 20 + 32
 
 _TOOLS = ("unshare", "nsenter", "ip", "tc")
 _NAMESPACES = ("--net", "--pid", "--uts", "--mount")
-_FIRST_PROCESS = " && ".join(
+_FIRST_PROCESS = " && ".join(  # noqa: FLY002 - a line for each step
     [
         "mount -t proc proc /proc",
         "mount -t tmpfs tmpfs /mnt",
