@@ -155,7 +155,8 @@ class TestFrozen:
         assert list(scene.seen.silent(1.3)) == [2]  # seen first at 0.1 s, and now it is 1.5 s
         assert scene.seen.silent(1.5) == {}
         assert scene.seen.silent(1.3) == {
-            2: "froze: no sign of life for 1.3 s; last seen in backward, step 12, bucket 2 (it says so every 0.5 s), on node (1)"
+            2: "froze: no sign of life for 1.3 s; last seen in backward, step 12, bucket 2 (it says so every 0.5 s), "
+            "on node (1)"
         }
 
     def test_a_rank_that_left_owes_no_beats(self, scene):

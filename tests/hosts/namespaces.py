@@ -26,8 +26,21 @@ FRAME_HEADER_BYTES = 14 + 20 + 32
 
 _TOOLS = ("unshare", "nsenter", "ip", "tc")
 _NAMESPACES = ("--net", "--pid", "--uts", "--mount")
-_FIRST_PROCESS = "mount -t proc proc /proc && hostname $0 && ip link set lo up && trap '' CHLD && echo ready && exec cat"
-"""``cat`` ends with its input. With SIGCHLD ignored, the kernel buries the orphans of a host."""
+_FIRST_PROCESS = " && ".join(  # noqa: FLY002 - a line for each step
+    [
+        "mount -t proc proc /proc",
+        "mount -t tmpfs tmpfs /mnt",
+        r"printf '127.0.0.1 localhost\n10.99.0.1 alpha\n10.99.0.2 beta\n' > /mnt/hosts",
+        "mount --bind /mnt/hosts /etc/hosts",
+        "umount -l /mnt",
+        "hostname $0",
+        "ip link set lo up",
+        "trap '' CHLD",
+        "echo ready",
+        "exec cat",
+    ]
+)
+"""``cat`` ends with its input. With SIGCHLD ignored, the kernel buries the orphans of a host. Each host knows both names."""
 _QUEUE = ("burst", "128kb", "latency", "400ms")
 
 

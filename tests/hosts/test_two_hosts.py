@@ -138,7 +138,7 @@ class Run(NamedTuple):
 
     def on_one_host(self) -> list[str]:
         """Return the command that starts or resumes it on one host."""
-        options = ["--standalone", "--nproc-per-node", str(NUM_LOCAL)]
+        options = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(NUM_LOCAL)]
         return [sys.executable, "-m", "torch.distributed.run", *options, *self.arguments(num_hosts=1)]
 
     def log(self, kind: str) -> list[dict[str, Any]]:
