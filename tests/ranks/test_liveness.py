@@ -494,6 +494,9 @@ class SlowStore(dist.Store):
     def check(self, keys: list[str]) -> bool:
         return self._slowly(self._store.check, keys)
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self._slowly(self._store.multi_get, keys)
+
     def wait(self, keys: list[str], timeout: Any = None) -> None:
         self._slowly(self._store.wait, keys)
 

@@ -307,6 +307,8 @@ class Heartbeat:
         keys = [f"finding/{self._token}", f"watch/{self._group}"]
         counts = [] if self._all_present else [f"present/{self._group}"] + [self._host] * bool(self._host)
         finding, claim, *counted = board.multi_get([*keys, *counts])
+        # A new view even if nothing has changed: it shows that the store has answered.
+        self.view = self.view._replace(finding=decode_finding(finding) if finding else None)
         if counted:
             self._note_arrivals(store, board, *map(int, counted))
         if request is not None:
@@ -319,8 +321,6 @@ class Heartbeat:
             elif self.view.watcher_since_s is None and must_read:
                 beats = _read_beats_of(store, self._neighbours)
                 self.view = self.view._replace(beats={**self.view.beats, **beats})
-        # A new view even if nothing has changed: it shows that the store has answered.
-        self.view = self.view._replace(finding=decode_finding(finding) if finding else None)
 
     def _note_arrivals(self, store: Store, board: Store, num_present: int, num_on_host: int = 0) -> None:
         """Note how many ranks have come, and read the first beats of those of this host."""
