@@ -743,7 +743,7 @@ class DistributedDataParallel(torch.nn.Module):
             metadata = getattr(state_dict, "_metadata", None)
             state_dict = OrderedDict(state_dict)
             if metadata is not None:
-                state_dict._metadata = OrderedDict(metadata)  # type: ignore[attr-defined]
+                state_dict._metadata = OrderedDict(metadata)
             consume_prefix_in_state_dict_if_present(state_dict, "module.")
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
