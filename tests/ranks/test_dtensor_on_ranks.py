@@ -30,7 +30,7 @@ from dtensor_models import (
     whole,
     wrapped,
 )
-from pool import Rank, RankFailedError, WorkerPool
+from pool import Rank, WorkerPool
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
