@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -133,8 +134,9 @@ def test_the_advice_on_a_preset_is_within_one_percent_of_the_best_and_is_the_one
         outlook = table.outlook(model, link, num_ranks)
         advice = outlook.advice
 
-        # The config with the pasted lines, from the file on, by the walk that makes traces.
-        fields = yaml.safe_load("\n".join(advice.config_lines))["ddp"] if advice.offered else {}
+        # The config with the offered fields as --json prints them, from the file on, by the walk that makes traces.
+        offered = json.loads(json.dumps(advice.to_dict()))["offered"]
+        fields = offered["ddp"] if offered else {}
         run = load_config(model, [f"link={link}"])
         ddp = run.ddp.model_validate({**run.ddp.model_dump(), **fields})
         there = setting_of(run.model_copy(update={"ddp": ddp}), dp_size=num_ranks)
