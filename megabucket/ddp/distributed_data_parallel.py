@@ -678,10 +678,13 @@ class DistributedDataParallel(torch.nn.Module):
         except AttributeError:
             if name == "module":
                 raise
-            if name in _INSTEAD and not hasattr(self.module, name):
-                text = f"{name} of torch's data parallelism is not here; {_INSTEAD[name]}"
-                raise AttributeError(text, name=name, obj=self) from None
+        try:
             return getattr(self.module, name)
+        except AttributeError:
+            if name not in _INSTEAD:
+                raise
+        text = f"{name} of torch's data parallelism is not here; {_INSTEAD[name]}"
+        raise AttributeError(text, name=name, obj=self)
 
     def named_modules(
         self, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
