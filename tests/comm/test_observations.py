@@ -16,7 +16,10 @@ class Scene:
         self.watcher_since_s = 0.0
         self.dead = set()
         self.beats = {rank: BEAT._replace(process=BEAT.process._replace(pid=rank)) for rank in (1, 2)}
-        self.seen = Observations("fence", number=41, rank=0, size=3, is_gone=lambda who: who.pid in self.dead)
+        self.watch_from("another node")
+
+    def watch_from(self, host):
+        self.seen = Observations("fence", number=41, rank=0, size=3, host=host, is_gone=lambda who: who.pid in self.dead)
 
     def beat(self, rank, **changes):
         self.beats[rank] = self.beats[rank]._replace(number=self.beats[rank].number + 1, **changes)
@@ -70,7 +73,7 @@ class TestSilence:
         scene.beat(2)
         assert scene.look().silent(1.2) == {}
 
-    def test_ranks_that_were_lost_together_are_named_together(self, scene):
+    def test_ranks_of_another_host_that_were_lost_together_are_named_together(self, scene):
         """Their last beats are up to a period apart, here 0.5 s."""
         scene.look()
         scene.look(times=4)
@@ -79,6 +82,14 @@ class TestSilence:
 
         assert set(scene.seen.silent(2.9)) == {1, 2}  # silent for 2.5 and 3.0 s
         assert scene.seen.silent(3.1) == {}
+
+    def test_a_rank_of_this_host_is_not_named_for_the_silence_of_another_one(self, scene):
+        scene.watch_from(BEAT.process.host)
+        scene.look(times=5)
+        scene.beat(1)
+        scene.look(times=26)
+
+        assert set(scene.seen.silent(2.9)) == {2}
 
     def test_another_beat_ends_it(self, scene):
         scene.look(times=10)

@@ -372,7 +372,7 @@ class Heartbeat:
         """Read the beats of all ranks.
 
         Args:
-            lost: the claim of a watcher that has not renewed it. Ranks of its host may have been lost with it.
+            lost: the claim of a watcher that has not renewed it. Where that was another host, its ranks may be lost with it.
         """
         asked_at_s, others = time.monotonic(), set(range(len(self.members))) - {self.rank}
         values = _read(store, others, known=others if self._all_present else set(self.view.beats))
@@ -380,7 +380,8 @@ class Heartbeat:
         silent_before_s = dict[int, float]()
         if lost is not None and lost.rank in beats:
             host, silent_s = beats[lost.rank].process.host, self._claim_silent_s
-            silent_before_s = {rank: silent_s for rank, beat in beats.items() if beat.process.host == host}
+            with_it = {rank for rank, beat in beats.items() if beat.process.host == host != self.process.host}
+            silent_before_s = dict.fromkeys({lost.rank} | with_it, silent_s)
         self.view = self.view._replace(asked_at_s=asked_at_s, beats=beats, silent_before_s=silent_before_s)
 
     def _report_cycle(self, board: Store) -> None:

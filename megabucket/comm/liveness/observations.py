@@ -144,13 +144,16 @@ class Observations:
 
     Args:
         number: of the launch in question, counted from 1 and the same on all ranks.
+        host: of this rank.
         is_gone: returns whether a process is certainly dead.
     """
 
-    def __init__(self, label: str, *, number: int, rank: int, size: int, is_gone: Callable[[ProcessIdentity], bool]) -> None:
+    def __init__(
+        self, label: str, *, number: int, rank: int, size: int, host: str, is_gone: Callable[[ProcessIdentity], bool]
+    ) -> None:
         self.label, self.started_s = label, time.monotonic()
         self.is_on_board = self.has_warned = False
-        self._number = number
+        self._number, self._host = number, host
         self._others = [other for other in range(size) if other != rank]
         self._is_gone = is_gone
         self._longest_gap_s = max(LONGEST_GAP_S, 2 * read_every_s(size))
@@ -213,15 +216,20 @@ class Observations:
         )
 
     def silent(self, limit_s: float, verb: str = "froze") -> dict[int, str]:
-        """Return the ranks that should write beats and have written none for ``limit_s``, and those lost together with them."""
-        silent = {
-            rank: f"{verb}: no sign of life for {limit_s:.3g} s{peer.beat.last_seen}, on {peer.beat.process.host}"
-            for rank, peer in self._peers.items()
-            if peer.beat.every_s is not None
-            and not peer.beat.has_left
-            and peer.silent_s >= min(limit_s, max(limit_s - 2 * peer.beat.every_s, _BEATS_SILENT * peer.beat.every_s))
-        }
-        return silent if any(self._peers[rank].silent_s >= limit_s for rank in silent) else {}
+        """Return the ranks that should write beats and have written none for ``limit_s``.
+
+        Where another host was lost, its other ranks are among them: their last beats are up to two periods apart. On this host
+        processes are seen, and a rank that writes late is a rank without a core.
+        """
+        due = [(rank, peer) for rank, peer in self._peers.items() if peer.beat.every_s is not None and not peer.beat.has_left]
+        lost_hosts = {peer.beat.process.host for _, peer in due if peer.silent_s >= limit_s} - {self._host}
+        silent = dict[int, str]()
+        for rank, peer in due:
+            every_s, host = peer.beat.every_s or 0.0, peer.beat.process.host
+            allowed_s = max(limit_s - 2 * every_s, _BEATS_SILENT * every_s) if host in lost_hosts else limit_s
+            if peer.silent_s >= min(limit_s, allowed_s):
+                silent[rank] = f"{verb}: no sign of life for {limit_s:.3g} s{peer.beat.last_seen}, on {host}"
+        return silent
 
     def absent(self) -> dict[int, str]:
         """Return the ranks that never wrote a beat."""

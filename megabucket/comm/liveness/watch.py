@@ -199,8 +199,9 @@ class PeerWatch:
 
     def _begin(self, label: str, number: int) -> Observations:
         rank, size = self.heartbeat.rank, len(self.heartbeat.members)
-        is_dead = partial(is_gone, from_space=self.heartbeat.process.pid_space)
-        return Observations(label, number=number, rank=rank, size=size, is_gone=is_dead)
+        here = self.heartbeat.process
+        is_dead = partial(is_gone, from_space=here.pid_space)
+        return Observations(label, number=number, rank=rank, size=size, host=here.host, is_gone=is_dead)
 
     def _look(self, observations: Observations) -> None:
         """Check the other ranks once.
