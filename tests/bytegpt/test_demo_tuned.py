@@ -130,8 +130,8 @@ def test_names_of_plans_are_whole_in_80_columns(config_path, monkeypatch, capsys
     assert max(map(len, lines)) <= 80
     assert lines[lines.index("plan") :] == [
         "plan",
-        "           predicted,  measured,  error,  saves,                   faster,",
-        "  buckets          ms         ms       %       %     interval, %    rounds",
+        "  buckets  predicted,  measured,  error,  saves,     interval, %   faster,",
+        "                   ms         ms       %       %                    rounds",
         "num_buckets 12",
         "        3       10.00      10.00    +0.0   +50.0  +50.0 to +50.0  10 of 10",
         "default",
