@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
