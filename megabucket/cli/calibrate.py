@@ -13,7 +13,7 @@ import typer
 from megabucket.cli.output import counted, print_answer, progress, text_table
 from megabucket.cli.workload import Overrides
 from megabucket.trace import CollectiveKind
-from megabucket.units import format_bytes, format_seconds, parse_count
+from megabucket.units import format_seconds, parse_count
 
 if TYPE_CHECKING:
     from megabucket.measure.calibrate import Calibration
@@ -70,7 +70,7 @@ def _lines(calibration: Calibration, out: Path) -> Iterator[str]:
         yield f"{name}: {format_seconds(line.latency_s)} + bytes / ({bandwidth}), median {off:.1%} off"
         for (size, median_s), spread_s, residual in zip(table.points, table.spread_s, errors, strict=True):
             quartiles = " ".join(f"{quartile / median_s - 1:+.0%}" for quartile in spread_s)
-            rows.append((name, format_bytes(size), format_seconds(median_s), quartiles, f"{residual:+.0%}"))
+            rows.append((name, f"{size:,.0f}", format_seconds(median_s), quartiles, f"{residual:+.0%}"))
     yield from _host_lines(calibration)
     yield from (str(text) for name, text in facts.items() if name.startswith("remark "))
     yield ""

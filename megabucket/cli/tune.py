@@ -23,7 +23,9 @@ def tune(  # noqa: PLR0913, PLR0917 - one argument per option
     overrides: Overrides = None,
     config: ConfigFile = None,
     out: Annotated[Path, typer.Option(help="file for the tuned config")] = Path("tuned.yaml"),
-    evidence: Annotated[Path, typer.Option(help="file for predictions and measurements, as JSON")] = Path("tune.json"),
+    evidence: Annotated[
+        Path | None, typer.Option(help="file for predictions and measurements, as JSON (default: tune.json beside --out)")
+    ] = None,
     modes: Annotated[
         Literal["configured", "both"], typer.Option(help="search in the config's mode, or in both")
     ] = "configured",
@@ -47,6 +49,7 @@ def tune(  # noqa: PLR0913, PLR0917 - one argument per option
     from megabucket.measure.tune import TunePlan, tune_program, write_tuning
 
     function, run = open_workload(workload, config, overrides)
+    evidence = evidence or out.with_name("tune.json")
     plan = TunePlan(candidates, rounds, steps, max_s=seconds, all_modes=modes == "both")
     note = partial(typer.echo, err=True)  # it takes minutes, so every activity is printed
     with joined_ranks(os.environ, run.fabric, note=note) as ranks:

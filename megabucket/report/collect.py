@@ -12,6 +12,7 @@ from megabucket.planning import RunConfig
 from megabucket.planning.by_host import HostAdvice, advise_by_host
 from megabucket.planning.cuts import BucketPlan
 from megabucket.planning.describe import describe_rows
+from megabucket.planning.links import FileLink
 from megabucket.planning.memory import memory_by_mode
 from megabucket.planning.setting import (
     MANY_TENSORS,
@@ -70,6 +71,8 @@ class Report:
     scaling_gaps: tuple[str, ...]
     """Why points are missing."""
     measured: Measured | None = None
+    link_name: str | None = None
+    """The name of a shipped link, or the file of the link; ``None`` for one that the config describes itself."""
     by_host: HostAdvice | None = None
     """Shards inside each host against shards over all ranks; ``None`` where the link knows no hosts."""
 
@@ -191,7 +194,18 @@ def collect(
     buckets = bucket_rows(setting.layout, is_sharded=setting.ddp.use_distributed_optimizer)
     by_host = advise_by_host(setting, moments_per_element=run.optimizer.moments_per_element)
     named = _named_plans(outlook)
-    return Report(title, outlook, named, tuple(buckets), tuple(memory), tuple(scaling), tuple(gaps), measured, by_host)
+    return Report(
+        title,
+        outlook,
+        named,
+        tuple(buckets),
+        tuple(memory),
+        tuple(scaling),
+        tuple(gaps),
+        measured=measured,
+        link_name=run.link.path if isinstance(run.link, FileLink) else None,
+        by_host=by_host,
+    )
 
 
 def _named_plans(outlook: Outlook) -> tuple[NamedPlan, ...]:

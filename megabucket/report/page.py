@@ -83,10 +83,13 @@ def page_data(report: Report) -> dict[str, Any]:
     is_long = len(report.buckets) > first + last
     plans = [_plan(report.setting, plan) for plan in (*report.sized(), *report.plans)]
     figures = report.to_dict()
+    link = _in_words(figures["link"])
+    if report.link_name is not None:
+        link = f"{printable(report.link_name)} ({link})"
     names = ("title", "summary", "mode", "dp_size", "lower_bound_s", "memory", "scaling", "scaling_gaps", "measured")
     return {
         **{name: figures[name] for name in names},
-        "facts": _facts(report.setting, _in_words(figures["link"])),
+        "facts": _facts(report.setting, link),
         "plans": plans,
         "bucket_count": len(report.buckets),
         "buckets": report.buckets[:first] + report.buckets[-last:] if is_long else report.buckets,

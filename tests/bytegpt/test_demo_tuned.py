@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from examples.bytegpt.config import load_demo_config
 from examples.bytegpt.workload import workload as demo
 from megabucket.cli.main import app
+from megabucket.cli.output import print_lines
 from megabucket.cli.tune import _lines
 from megabucket.errors import ConfigError
 from megabucket.measure.ranks import Ranks
@@ -30,10 +31,10 @@ def config_path(tiny_run, tmp_path):
     return path
 
 
-def tuning_of(config, seconds, **update):
+def tuning_of(config, seconds, *, name="other", **update):
     """A tuning of two candidates with given measurements."""
     ddp = config.ddp.model_copy(update={"bucket_size": None, **update})
-    candidates = (Candidate("other", ddp, 3, 0.01), Candidate(DEFAULT, config.ddp, 1, 0.02))
+    candidates = (Candidate(name, ddp, 3, 0.01), Candidate(DEFAULT, config.ddp, 1, 0.02))
     return Tuning(candidates, seconds, decide(seconds), FACTS)
 
 
@@ -48,8 +49,9 @@ def megabucket(*arguments):
 @pytest.mark.dist
 @pytest.mark.parametrize("is_forked", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["forked", "torchrun"])
 def test_two_ranks_predict_run_and_write_a_config_that_trains(is_forked, config_path, tmp_path):
-    out, evidence = tmp_path / "new" / "tuned.yaml", tmp_path / "tune.json"
-    options = ["--out", str(out), "--evidence", str(evidence), "--modes", "both"]
+    out = tmp_path / "new" / "tuned.yaml"
+    evidence = out.with_name("tune.json") if is_forked else tmp_path / "evidence.json"  # without and with a name of its own
+    options = ["--out", str(out), *([] if is_forked else ["--evidence", str(evidence)]), "--modes", "both"]
 
     arguments = ["tune", *DEMO, "-c", str(config_path), *options, "--rounds", "2", "--steps", "1", "--candidates", "2"]
     if is_forked:
@@ -114,6 +116,26 @@ def test_every_plan_that_ran_is_a_row_with_prediction_and_gain(config_path, monk
         "plan     buckets  predicted, ms  measured, ms  error, %  saves, %     interval, %  faster, rounds",
         "other          3          10.00         10.00      +0.0     +50.0  +50.0 to +50.0        10 of 10",
         "default        1          20.00         20.00      +0.0",
+    ]
+
+
+def test_names_of_plans_are_whole_in_80_columns(config_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    config = load_demo_config(config_path, [])
+    seconds = {DEFAULT: (0.02,) * 10, "num_buckets 12": (0.01,) * 10}
+
+    print_lines(_lines(tuning_of(config, seconds, name="num_buckets 12", num_buckets=12)))
+
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[lines.index("plan") :] == [
+        "plan",
+        "  buckets  predicted,  measured,  error,  saves,     interval, %   faster,",
+        "                   ms         ms       %       %                    rounds",
+        "num_buckets 12",
+        "        3       10.00      10.00    +0.0   +50.0  +50.0 to +50.0  10 of 10",
+        "default",
+        "        1       20.00      20.00    +0.0",
     ]
 
 

@@ -106,8 +106,7 @@ def test_the_lines_and_the_json_show_every_size():
     assert lines[5].replace("-0%", "+0%").split() == [
         "all_reduce",
         "float32",
-        "1.00",
-        "KiB",
+        "1,024",
         "101.0",
         "us",
         "-25%",

@@ -268,6 +268,24 @@ def test_labels_do_not_overlap_and_nothing_is_wider_than_the_window(site, width,
     assert site.messages == []
 
 
+# Pixels of a cell that nothing is in, padding included.
+BLANK = """() => [...document.querySelectorAll("#buckets tbody tr > *")].map(cell => {
+  const range = document.createRange();
+  range.selectNodeContents(cell);
+  return cell.getBoundingClientRect().height - range.getBoundingClientRect().height;
+})"""
+
+
+def test_on_a_phone_buckets_need_no_scrolling_to_the_side_and_have_no_blank_rows(site):
+    page = site.open(report(zero(), dp_size=64), width=400)
+
+    assert page.locator("#buckets .owners").count() == page.locator("#buckets tbody tr").count() > 1
+    assert page.evaluate(CLIPPED).count("Buckets in launch order") == 0
+    assert max(page.evaluate(BLANK)) < 20
+    assert page.get_by_role("table", name="Buckets in launch order").is_visible()
+    assert site.messages == []
+
+
 def test_colours_follow_the_system_and_the_button(site):
     background = "() => getComputedStyle(document.body).backgroundColor"
     light = site.open(report(), scheme="light").evaluate(background)

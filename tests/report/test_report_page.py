@@ -64,6 +64,18 @@ def test_the_link_is_in_words_and_whole():
     assert of_table.endswith(f"fact 8 {'x' * 30})")
 
 
+def test_the_link_of_a_name_or_a_file_is_called_so(tmp_path):
+    path = tmp_path / "link.yaml"
+    path.write_text("{kind: ring, latency_s: 1.0e-5, bytes_per_s: 2.0e+10}")
+
+    shipped, of_file = (
+        data_of(render_page(report(small(link=name), dp_size=8)))["facts"]["Link"] for name in ("infiniband-400g", str(path))
+    )
+
+    assert shipped == "infiniband-400g (kind ring, latency_s 1.4e-05, bytes_per_s 48000000000.0)"
+    assert of_file == f"{path} (kind ring, latency_s 1e-05, bytes_per_s 20000000000.0)"
+
+
 @pytest.mark.parametrize("count", [1, 3_000])
 @pytest.mark.parametrize("name", ["p{}", "{}" + "名" * 900])
 def test_the_page_stays_small(count, name):

@@ -102,8 +102,8 @@ const chart = (() => {
   const table = (caption, columns, rows) => {
     const head = make("tr", {}, ...columns.map(([name, isNumber]) => make("th", {scope: "col", class: isNumber && "number"}, name)));
     const body = rows.map(cells => make("tr", {}, ...cells.map((cell, index) => index
-      ? make("td", {class: columns[index][1] ? "number" : columns[index][2]}, cell)
-      : make("th", {scope: "row", class: columns[0][1] && "number"}, cell))));
+      ? make("td", {class: columns[index][1] ? "number" : columns[index][2], "data-column": columns[index][0]}, cell)
+      : make("th", {scope: "row", class: columns[0][1] && "number", "data-column": columns[0][0]}, cell))));
     return make("div", {class: "scroll", tabindex: 0, role: "region", "aria-label": caption},
       make("table", {}, make("caption", {}, caption), make("thead", {}, head), make("tbody", {}, ...body)));
   };
