@@ -222,8 +222,8 @@ def test_plan_says_what_is_missing_and_with_a_link_what_simulate_says():
         "Keep this config's buckets: one rank sends nothing, so buckets make no difference; give --dp-size."
     )
     assert plan("-c", "gpt2-124m", "--dp-size", "8") == (
-        "Keep this config's buckets: no link says what others would take; give link=h100-cluster-400g or one from "
-        "megabucket calibrate."
+        "Keep this config's buckets: no link says what others would take; give link=h100-cluster-400g, or one from "
+        "megabucket calibrate, and a workload."
     )
     linked = ("-c", "gpt2-124m", "--dp-size", "8", "link=infiniband-400g")
     assert plan(*linked).startswith("Use ddp.bucket_size=9958681 (8 buckets) instead of this config's buckets (13): saves ")
