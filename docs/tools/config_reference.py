@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+import textwrap
 from collections.abc import Iterable
 from typing import Annotated, Any, Final, Literal, get_args, get_origin
 
@@ -90,7 +91,8 @@ def render_reference() -> str:
 
 
 def _section(title: str, model: type[Section]) -> str:
-    lines = [f"## {title}", "", _markdown(model.__doc__ or ""), "", "| field | type | default | meaning |", "|---|---|---|---|"]
+    about = textwrap.fill(_markdown(model.__doc__ or ""), 158, break_long_words=False, break_on_hyphens=False)
+    lines = [f"## {title}", "", about, "", "| field | type | default | meaning |", "|---|---|---|---|"]
     own = inspect.get_annotations(model)  # inherited fields are in the section of the base class
     for name, field in model.model_fields.items():
         if name not in own or name == "kind":  # which the title names

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import enum
 import functools
+import json
 import os
 import signal
 import sys
+import time
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final, NoReturn, ParamSpec, TypeVar
 
 import typer
@@ -73,15 +77,16 @@ def _terminate(*_: object) -> NoReturn:
     sys.exit(ExitCode.TERMINATED)
 
 
-def _record_for_torchrun(error: Exception) -> None:
-    """Write the error that is being handled into torchrun's error file, if torchrun has started this process.
+def _record_for_torchrun(error: Exception, how: str) -> None:
+    """Write what torchrun's report is to say of the error into torchrun's error file, if torchrun has started this process.
 
-    As ``torch.distributed.elastic.multiprocessing.errors.record`` would, which sees no exception here but an exit code.
+    In the form of ``torch.distributed.elastic.multiprocessing.errors.record``, which sees no exception here but an exit code, and
+    would print a traceback for errors that name everything in their text.
     """
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        get_error_handler().record_exception(error)
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": how, "timestamp": str(int(time.time()))}
+        message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
+        Path(file).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
 def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
@@ -97,7 +102,7 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
         try:
             return command(*args, **kwargs)
         except MegabucketError as error:
-            _record_for_torchrun(error)
+            _record_for_torchrun(error, f"{type(error).__name__}: {error}")
             # Escapes control characters but keeps line breaks, which our own texts use.
             lines = [printable(line, sys.maxsize) for line in str(error).split("\n")]
             typer.echo("error: " + "\n".join(lines), err=True)
@@ -111,7 +116,7 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
         except typer.Exit:
             raise  # the command has said why
         except Exception as error:
-            _record_for_torchrun(error)
+            _record_for_torchrun(error, traceback.format_exc())
             raise
         finally:
             signal.signal(signal.SIGTERM, before)

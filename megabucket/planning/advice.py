@@ -30,7 +30,9 @@ THIS_CONFIG: Final = "this config's buckets"
 """What a sentence calls the buckets of a config that does not size them, and of one that does."""
 
 ONE_RANK: Final = "one rank sends nothing, so buckets make no difference; give --dp-size"
-NO_LINK: Final = "no link says what others would take; give link=h100-cluster-400g, or one from megabucket calibrate, and a workload"
+NO_LINK: Final = (
+    "no link says what others would take; give link=h100-cluster-400g, or one from megabucket calibrate, and a workload"
+)
 NO_TIMES: Final = "the workload does not say when gradients become ready, so others cannot be compared"
 """Why nothing can be said about other plans."""
 

@@ -283,8 +283,8 @@ def decide(
 def saved_fraction(gain: float) -> float:
     """Return which fraction of the default's step a gain saves; infinite gain saves all of it.
 
-    >>> saved_fraction(1.0), saved_fraction(0.25), saved_fraction(math.inf)
-    (0.5, 0.2, 1.0)
+    >>> saved_fraction(1.0), saved_fraction(3.0), saved_fraction(math.inf)
+    (0.5, 0.75, 1.0)
     """
     return 1 - 1 / (1 + gain) if gain > -1 else -math.inf
 

@@ -206,6 +206,10 @@ def test_a_command_is_one_that_its_program_takes(command, monkeypatch):
     match command.words:
         case ["make", *arguments]:
             check_make(arguments)
+        case ["pip", "wheel" | "install", *arguments] if not any("[" in word for word in arguments):
+            assert {"dist", "."} & {word.split("/")[0] for word in arguments}  # the wheel, made and installed
+        case ["python", "-m", "build"]:
+            assert "hatchling.build" in (ROOT / "pyproject.toml").read_text()
         case ["pip", "install", requirement]:
             (extra,) = re.fullmatch(r"megabucket\[(\w+)\]", requirement).groups()
             assert re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
@@ -297,10 +301,10 @@ def test_a_page_shows_what_the_ladder_counts():
 
 
 def test_the_calibrated_link_that_a_page_shows_can_be_read(tmp_path):
-    (link,) = blocks("yaml", "tune.md")
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"link": yaml.safe_load(link)}))
+    for link in blocks("yaml", "tune.md"):
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump({"link": yaml.safe_load(link)}))
 
-    assert load_config(tmp_path / "run.yaml", []).link is not None
+        assert load_config(tmp_path / "run.yaml", []).link is not None
 
 
 def test_the_tuned_config_is_loaded_as_a_page_shows(reader):
@@ -335,5 +339,6 @@ def test_every_block_is_run_or_read_or_stands_in_the_table(page):
     read = {"report.md": {"yaml", "json"}, "tune.md": {"py", "yaml"}}
     read["property-test-your-layout.md"] = {"py", "ini"}
     read["more-than-one-machine.md"] = {"py"}  # test_cluster_files.py, with its blocks of text
+    read |= {"lightning.md": {"yaml"}, "lora.md": {"py"}}  # tests/integrations: test_lightning_cli.py, test_peft.py
 
     assert languages <= run | read.get(page.name, set()) | NOT_RUN.keys()

@@ -179,7 +179,7 @@ def test_the_first_sentence_says_what_to_do():
     # default 40 M elements: 55.68 + 2 * 1.4 + 72.58 ms; the optimal cuts end at the lower bound
     offered, kept = report(book(), dp_size=8), report(book(ddp={"bucket_size": 10_000_000}), dp_size=8)
 
-    change = "Use ddp.bucket_size=13283505 (3 buckets) instead of the default buckets (2)"
+    change = "Use ddp.bucket_size=17780452 (3 buckets) instead of the default buckets (2)"
     assert offered.summary[0] == f"{change}: saves 9.48 ms of 131.06 ms a step (7.23%), simulated."
     assert kept.summary[0].startswith("Keep this config's buckets: ")
     assert kept.summary[-1] == SIMULATED
