@@ -80,8 +80,8 @@ def _terminate(*_: object) -> NoReturn:
 def _record_for_torchrun(error: Exception, how: str) -> None:
     """Write what torchrun's report is to say of the error into torchrun's error file, if torchrun has started this process.
 
-    In the form of ``torch.distributed.elastic.multiprocessing.errors.record``, which sees no exception here but an exit code, and
-    would print a traceback for errors that name everything in their text.
+    In the form of ``torch.distributed.elastic.multiprocessing.errors.record``, which sees no exception here but an exit code,
+    and would print a traceback for errors that name everything in their text.
     """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": how, "timestamp": str(int(time.time()))}

@@ -64,7 +64,7 @@ def _count(task, group, num_steps):
     result = {
         "num_steps": num_steps,
         "step_s": steps_s / num_steps,
-        "bucket_numels": [bucket.span.numel for buffer in model.layout.buffers for bucket in buffer.buckets],
+        "bucket_numels": [bucket.numel for buffer in model.layout.buffers for bucket in buffer.buckets],
         "steps": {name: after[name] - before[name] for name in before},
         "idle": {name: idle[name] - after[name] for name in before},
         "idle_s": _IDLE_S,
