@@ -78,6 +78,7 @@ def test_a_fault_where_weights_have_owners_ends_as_the_table_says(combo):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # each cell starts processes, which takes long beside other tests
 def test_a_fault_of_processes_ends_as_the_table_says():
     cells = [cell for name in IN_PROCESSES for cell in select(name)]
     assert len(cells) == len(IN_PROCESSES)
