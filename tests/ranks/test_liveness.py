@@ -508,7 +508,7 @@ def wait_over_a_slow_store(place: Place, path: str) -> float:
     dist.destroy_process_group()
     store = SlowStore(dist.FileStore(path, place.size))
     dist.init_process_group("gloo", store=store, rank=place.index, world_size=place.size)
-    store.delay_s = 0.2  # five requests follow a rank's first beat before its second one
+    store.delay_s = 0.3
     return wait_for_late_rank(place)
 
 

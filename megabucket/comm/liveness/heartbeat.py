@@ -148,6 +148,7 @@ class Heartbeat:
         self.state, self.launches = state, launches
         self._is_wanted, self._group_name = is_wanted, group_name
         self._num_beats = self._num_claims = 0
+        self._next_beat_s = 0.0
         self._block: Block | None = None  # of this rank, as written to the board
         self._cycle: dict[int, Block] = {}  # found by the last check
         self._group = self._host = ""  # the token of this group, and the key under which its ranks of this host are listed
@@ -241,11 +242,10 @@ class Heartbeat:
         self._token = self.state.ranks.token = self.state.ranks.token or self._group
         self._come(store, board)
         is_ready.set()
-        next_beat_s = self._next_beat_s()
         while True:
             request: _Request | None = None
             with contextlib.suppress(queue.Empty):
-                request = self._mailbox.get(timeout=max(0.0, next_beat_s - time.monotonic()))
+                request = self._mailbox.get(timeout=max(0.0, self._next_beat_s - time.monotonic()))
             connection.check()
             if request is _LEAVE or not self._is_wanted():
                 break  # the group was destroyed: this rank launches nothing more on it
@@ -257,12 +257,8 @@ class Heartbeat:
                 # Later the store may be out of reach. A process that is stopped while it holds the lock of a file store, for
                 # instance, stops the store.
                 self._look(store, board, None)
-            next_beat_s = self._next_beat_s()
         self._drop_claim(board)
         self._beat(store, has_left=True)
-
-    def _next_beat_s(self) -> float:
-        return time.monotonic() + (self.every_s or threading.TIMEOUT_MAX)
 
     def _come(self, store: Store, board: Store) -> None:
         """Write what the other ranks will read. A read of a key that does not exist blocks, so this rank is counted last."""
@@ -285,6 +281,8 @@ class Heartbeat:
     def _beat(self, store: Store, *, has_left: bool = False) -> None:
         progress = self.state.progress
         self._num_beats += 1
+        # From the beginning of this one on: with a slow store what follows it must not come on top.
+        self._next_beat_s = time.monotonic() + (self.every_s or threading.TIMEOUT_MAX)
         place = (progress.step, progress.phase, progress.bucket, self.launches.last)
         # A list, because a file store keeps every beat.
         beat = json.dumps(Beat(self.process, self._num_beats, self.every_s, *place, has_left), separators=(",", ":"))
