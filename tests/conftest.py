@@ -104,6 +104,9 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
     result = yield
+    for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
+        if isinstance(value, BaseException):  # and would keep alive whatever it was raised in
+            value.__traceback__ = value.__context__ = value.__cause__ = None
     if nextitem is not None and nextitem.path != item.path:
         _leave_to_the_end_of_the_process()
     return result

@@ -35,6 +35,7 @@ NUM_RANKS = 4
 ONE_AT_NIGHT, TWO_AT_NIGHT, FOUR_AT_NIGHT = (pytest.param(ranks, marks=pytest.mark.nightly) for ranks in (1, 2, 4))
 """Of the ranks of a test that takes long: on two cores, four take as long as the others together, and three show the most."""
 _STOP = b"stop"
+_MOST_GROUPS_OF_MESHES = 6  # in a process of a pool, before the pool starts again
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 20.0
 _GRACE_S = 5.0  # how long the other ranks may take to report after one has failed
@@ -72,6 +73,7 @@ class WorkerPool:
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._connections: list[Connection] = []
         self._directory = ""
+        self._num_groups_of_meshes = 0
 
     def run(self, function: Callable[..., Any], *args: Any, ranks: int, timeout_s: float = 60.0) -> list[Any]:
         """Call ``function(rank, *args)`` on the first ``ranks`` ranks and return the results in rank order.
@@ -82,6 +84,8 @@ class WorkerPool:
         """
         message = pickle.dumps((function, args, ranks))
         try:
+            if self._num_groups_of_meshes > _MOST_GROUPS_OF_MESHES:
+                self.close()
             if not self._processes:
                 self._start()
             for connection in self._connections[:ranks]:
@@ -115,7 +119,7 @@ class WorkerPool:
             process.join()
         for connection in self._connections:
             connection.close()
-        self._processes, self._connections = [], []
+        self._processes, self._connections, self._num_groups_of_meshes = [], [], 0
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _start(self) -> None:
@@ -141,9 +145,10 @@ class WorkerPool:
             for connection in ready:
                 rank = missing[connection]
                 try:
-                    is_failure, content = pickle.loads(connection.recv_bytes())  # noqa: S301 - our own processes
+                    is_failure, content, num_groups = pickle.loads(connection.recv_bytes())  # noqa: S301 - our own processes
                 except EOFError:
-                    is_failure, content = True, ("the process died", None)
+                    is_failure, content, num_groups = True, ("the process died", None), 0
+                self._num_groups_of_meshes = max(self._num_groups_of_meshes, num_groups)
                 if is_failure:
                     failures[rank] = content
                     deadline_s = min(deadline_s, time.monotonic() + _GRACE_S)
@@ -171,8 +176,9 @@ def _serve(connection: Connection, rank: int, num_ranks: int, directory: str) ->
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
     groups = {size: dist.new_group(list(range(size))) for size in range(1, num_ranks + 1)}
     kept = set(dist.distributed_c10d._world.pg_map)
+    num_own = len(kept)
     gc.freeze()  # otherwise every collection passes over all of torch
-    connection.send_bytes(pickle.dumps((False, None)))
+    connection.send_bytes(pickle.dumps((False, None, 0)))
     while (message := connection.recv_bytes()) != _STOP:
         _destroy_groups_made_since(kept)  # now: all ranks have answered, so none is still at work in one of them
         try:
@@ -180,9 +186,9 @@ def _serve(connection: Connection, rank: int, num_ranks: int, directory: str) ->
             torch.manual_seed(0)
             result = function(Rank(rank, size, groups[size]), *args)
             assert not unraisable, "errors that nobody could catch:\n" + "\n".join(unraisable)
-            answer = pickle.dumps((False, result))
+            answer = pickle.dumps((False, result, len(kept) - num_own))
         except Exception as error:
-            answer = pickle.dumps((True, (traceback.format_exc(), _if_picklable(error))))
+            answer = pickle.dumps((True, (traceback.format_exc(), _if_picklable(error)), 0))
         connection.send_bytes(answer)
     # Threads of a group live as long as anything refers to it. One that releases the tensors of the last collective, perhaps of
     # torch's own DDP, while the interpreter shuts down aborts the process.
@@ -194,7 +200,8 @@ def _serve(connection: Connection, rank: int, num_ranks: int, directory: str) ->
 def _destroy_groups_made_since(kept: set[dist.ProcessGroup]) -> None:
     """Destroy what the last call made. Gloo's thread of a group wakes 100 times a second: a few hundred keep a core busy.
 
-    Groups of a mesh stay: torch caches what it knows of equal meshes, groups included.
+    Groups of a mesh stay: torch caches what it knows of equal meshes, groups included. Where that are many, the pool starts
+    again.
     """
     made = [group for group in dist.distributed_c10d._world.pg_map if group not in kept]
     forgotten = [group for group in made if not group.group_desc.startswith("mesh_")]

@@ -22,7 +22,6 @@ WAYS = ["bare", "detach", "block", "destroy", "dropped"]
 
 def _cases():
     by_day = {
-        ("forward", "bare", "reduce_scatter", "small"),
         ("between", "block", "all_reduce", "small"),
         ("after backward", "detach", "reduce_scatter", "large"),
     }

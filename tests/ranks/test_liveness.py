@@ -28,8 +28,8 @@ from megabucket.errors import ForkedProcessError, GroupDestroyedError, PeerLostE
 
 pytestmark = pytest.mark.dist
 
-DEAD_NOTICED_S = 1.0
-INTERRUPT_NOTICED_S = 0.3
+DEAD_NOTICED_S = 5.0  # a fraction of a second on a quiet machine; without a sign of life only after 20
+INTERRUPT_NOTICED_S = 5.0  # a fraction of it, too; otherwise when the wait ends
 QUICK = Liveness(heartbeat_s=0.3, dead_after_s=1.5, straggler_warning_s=None)
 PATIENT = Liveness(heartbeat_s=0.3, dead_after_s=20.0, straggler_warning_s=None)
 
@@ -77,7 +77,7 @@ def wait_without_the_last(place: Place, liveness: Liveness | None, busy_s: float
 
 
 @pytest.mark.parametrize(("ranks", "liveness"), [(2, PATIENT), (3, PATIENT), (4, PATIENT), (4, None)])
-def test_a_killed_process_is_noticed_within_a_second_on_every_rank_in_the_same_words(ranks, liveness):
+def test_a_killed_process_is_noticed_before_its_beats_are_missed_on_every_rank_in_the_same_words(ranks, liveness):
     alive = list(range(ranks - 1))
     with crew(wait_without_the_last, liveness, ranks=ranks) as ours:
         ours.expect_all("ready")

@@ -39,7 +39,7 @@ LoopbackWorld(2, timeout_s=60).run(program)
 """
 
 
-@pytest.mark.parametrize("what", ["a checkpoint", "a trial"])
+@pytest.mark.parametrize("what", ["a checkpoint", pytest.param("a trial", marks=pytest.mark.nightly)])
 def test_two_that_read_the_random_numbers_of_torch_do_not_wait_for_ever(what):
     # A process of its own: threads that wait with Python's lock in hand would stop this one, too.
     subprocess.run([sys.executable, "-c", PROGRAM, what], check=True, timeout=60)

@@ -89,6 +89,7 @@ def test_configs_shrink_to_the_default():
     )
 
 
+@pytest.mark.nightly
 def test_a_switch_that_matters_is_the_only_one_left_after_shrinking():
     found = minimal(ddp_configs(), lambda config: config.overlap_param_gather)
 
