@@ -9,7 +9,7 @@
 #   PIP_ARGS  extra arguments of pip install         (for example --index-url ... for a CPU build of torch)
 #   RANKS     processes of the demo                  (default 2)
 #   DEMO      options and overrides of the demo      (default none; docs/train.md; DEMO="--optimizer muon", DEMO=--help)
-#   JOBS      tests that run at once                 (default 5: many of them wait; 3 at night)
+#   JOBS      tests that run at once                 (default 3: with more, two cores spend their time on taking turns)
 #   BENCH     what `make bench` measures             (default: everything; docs/benchmarks.md; BENCH=--help)
 #   GPU       what `make gpu` tries                  (default: everything; docs/gpu.md; GPU=--help)
 #   FAULTS    which faults `make faults` makes       (default: every; docs/faults.md)
@@ -22,7 +22,7 @@ VENV ?= .venv
 PIP_ARGS ?=
 RANKS ?= 2
 DEMO ?=
-JOBS ?= 5
+JOBS ?= 3
 VENV_BENCH ?= .venv-bench
 VENV_FRAMEWORKS ?= .venv-frameworks
 VENV_DOCS ?= .venv-docs
@@ -58,16 +58,12 @@ demo: $(STAMP)
 # Tests that take long or need more than torch are marked `nightly`; those that start processes are marked `dist`.
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-# Ranks that are threads never wait for anything else, and each job collects all tests first.
-check: JOBS := 3
 check: lint types
 	$(PYTEST) -m "not nightly and not dist and not slow"
 
 test: lint types
 	$(PYTEST) -m "not nightly" --durations=25
 
-# At night many tests start four ranks.
-nightly: JOBS := 3
 nightly: lint types browser docs
 	$(PYTEST) --hypothesis-profile nightly --timeout 1200 --durations=25
 	$(MAKE) coverage
