@@ -224,7 +224,11 @@ class Trainer:
                 self.named.add(str(error))
                 # An error of what comes after an update does not say whether the weights have changed.
                 if isinstance(error, StepMismatchError | ReplicasDivergedError) or self.call.update:
-                    self.restore()
+                    try:
+                        self.restore()
+                    except (WrapperBrokenError, PeerLostError):  # the other was interrupted again
+                        self.refuses()
+                        return
                     batch = BATCHES[0]
             except BaseException as error:
                 self.wrong = _where(error)
@@ -609,20 +613,15 @@ class _Alarms:
             signal.setitimer(signal.ITIMER_REAL, self._after_s, every_s)
             yield
         finally:
-            _stop_alarms()
-
-
-def _stop_alarms() -> None:
-    """End the timer, although it may ring meanwhile."""
-    is_over = False
-    while not is_over:
-        with suppress(Alarm):
             signal.setitimer(signal.ITIMER_REAL, 0.0)
-            is_over = True
 
 
-def _raise_alarm(*_: object) -> None:
-    raise Alarm
+def _raise_alarm(_: int, frame: FrameType | None) -> None:
+    """Raise inside a step only: an alarm in the lines that end the timer would leave it running."""
+    while frame is not None and frame.f_code is not Trainer._step.__code__:
+        frame = frame.f_back
+    if frame is not None:
+        raise Alarm
 
 
 def _meet(store: Any, name: str, here: Here, *, says: str = "") -> list[str]:
