@@ -1,7 +1,7 @@
 # Two commands do everything: `make demo` trains, `make test` is the gate. Both set up the environment once.
 #
-#   make check    lint, types, pure and loopback tests, 100 examples a property     3 to 4 minutes on 2 cores
-#   make test     the same and tests with gloo processes                            15 to 25 minutes on 2 cores
+#   make check    lint, types, pure and loopback tests, 100 examples a property     6 minutes on 2 cores
+#   make test     the same and tests with gloo processes                            10 to 15 minutes on 2 cores
 #   make nightly  2,000 examples, mutants, coverage, faults, soak, the page in a browser, oldest and newest versions: before a release
 #
 #   PYTHON    interpreter for the environment        (default python3, >= 3.10)
