@@ -106,7 +106,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     result = yield
     for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
         if isinstance(value, BaseException):  # and would keep alive whatever it was raised in
-            value.__traceback__ = value.__context__ = value.__cause__ = None
+            value.__traceback__ = value.__context__ = None
     if nextitem is not None and nextitem.path != item.path:
         _leave_to_the_end_of_the_process()
     return result

@@ -21,18 +21,21 @@ def test_the_package_imports_no_framework():
 
 @pytest.mark.slow
 def test_a_missing_framework_gives_the_line_that_installs_it():
-    extras = {"lightning": "lightning", "transformers": "hf", "megatron": "megatron"}  # by adapter
-    frameworks = {"lightning": "lightning", "transformers": "accelerate", "megatron": "megatron-core"}
+    needs = {  # by adapter: the framework, and the extra that installs it
+        "lightning": ("lightning", "lightning"),
+        "transformers": ("accelerate", "hf"),
+        "megatron": ("megatron-core", "megatron"),
+    }
     code = f"""
 import importlib
 import importlib.metadata as metadata
 
 def without(name):
-    if name in {[*frameworks.values()]!r}:
+    if name in {[framework for framework, _ in needs.values()]!r}:
         raise metadata.PackageNotFoundError(name)
     return "5.23.0"
 metadata.version = without
-for adapter in {[*extras]!r}:
+for adapter in {[*needs]!r}:
     try:
         importlib.import_module("megabucket.integrations." + adapter)
     except ImportError as error:
@@ -42,10 +45,10 @@ for adapter in {[*extras]!r}:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     said = done.stdout.splitlines()
-    assert len(said) == len(extras)
-    for line, (adapter, extra) in zip(said, extras.items(), strict=True):
+    assert len(said) == len(needs)
+    for line, (framework, extra) in zip(said, needs.values(), strict=True):
         assert f"which is not installed: pip install 'megabucket[{extra}]'" in line
-        assert frameworks[adapter] in line
+        assert framework in line
 
 
 @pytest.mark.parametrize(

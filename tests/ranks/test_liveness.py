@@ -363,6 +363,7 @@ def test_a_process_that_dies_before_it_makes_its_groups_is_noticed_while_the_oth
     errors = lost_errors(messages)
     assert [error.ranks for error in errors] == [(2,), (2,)]
     assert "while waiting for wrap" in errors[0].during
+    assert errors[0].states[0].startswith("died: process ")  # not: no sign of life
     assert max(message.at_s for message in messages) - killed_s <= DEAD_NOTICED_S
 
 
