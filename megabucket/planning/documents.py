@@ -105,12 +105,20 @@ def find_file(name: Path | str, *, kind: Literal["models", "links"]) -> Path:
     """Return the file that a user names: a path, or the name of a shipped preset such as ``gpt2-124m``.
 
     Raises:
-        ConfigError: there is neither a preset nor a file of this name.
+        ConfigError: there is neither a preset nor a file of this name, or it is no config.
     """
     path, folder = Path(name), _PRESETS / kind
     presets = {preset.stem: preset for preset in sorted(folder.glob("*.yaml"))}
     found = presets.get(str(name), path)
-    if found is path and path.suffix not in {".yaml", ".yml", ".json"} and not path.exists():
+    if found is not path:
+        return found
+    if path.suffix == ".py" and kind == "models":
+        how = f"write the module and the function that returns the model, as {path.stem}:build"
+        raise ConfigError(f"{quoted(str(name))} is Python: {how}")
+    if path.is_dir():
+        example = f", as {path / 'config.json'}" if kind == "models" else ""
+        raise ConfigError(f"{quoted(str(name))} is a folder: name a file in it{example}")
+    if path.suffix not in {".yaml", ".yml", ".json"} and not path.exists():
         raise ConfigError(f"{quoted(str(name))} is neither a file nor a preset; presets of {kind}: {', '.join(presets)}")
     return found
 

@@ -188,6 +188,12 @@ def test_a_config_json_and_a_function_are_runs_of_a_model_alone(tmp_path):
             "'ethernet' is neither a file nor a preset; presets of links: ethernet-100g, ",
         ),
         (lambda: load_config("gpt2.yaml"), "gpt2.yaml: cannot be read: No such file or directory"),
+        (
+            lambda: load_config("models/mine.py"),
+            "'models/mine.py' is Python: write the module and the function that returns the model, as mine:build",
+        ),
+        (lambda: load_config("docs"), "'docs' is a folder: name a file in it, as docs/config.json"),
+        (lambda: read_link("docs"), "'docs' is a folder: name a file in it"),
     ],
 )
 def test_a_name_that_is_unknown_is_refused_with_those_that_are_known(load, text):
