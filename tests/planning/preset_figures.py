@@ -8,28 +8,13 @@ from __future__ import annotations
 import json
 import sys
 
+from docs.tools.advice import MODELS
+
 from megabucket.layout import build_layout
 from megabucket.planning import load_config, param_specs
 from megabucket.planning.memory import memory_by_mode
 from megabucket.planning.setting import setting_of
 
-MODELS = (
-    "gpt2-124m",
-    "gpt2-355m",
-    "gpt2-774m",
-    "gpt2-1.5b",
-    "smollm2-360m",
-    "llama3.2-1b",
-    "llama2-7b",
-    "llama3-8b",
-    "llama3-70b",
-    "qwen2.5-7b",
-    "mixtral-8x7b",
-    "deepseek-v2-lite",
-    "deepseek-v3",
-    "gpt3-6.7b",
-    "gpt3-175b",
-)
 # Link and ranks; the last one is a measured table.
 LINKS = (("infiniband-400g", 64), ("h100-cluster-400g", 32), ("ethernet-25g", 8), ("gloo-loopback", 2))
 MODES = ("all_reduce", "reduce_scatter")
