@@ -137,9 +137,9 @@ save.Content.write = ignoring
         IO_ERRORS,
         """
 agree = save.Save._agree
-def alone(self, act, **more):
+def alone(self, place, act):
     try:
-        return agree(self, act, **more)
+        return agree(self, place, act)
     except Exception as error:
         if self._ranks.rank == 0:
             raise
