@@ -105,13 +105,12 @@ def find_file(name: Path | str, *, kind: Literal["models", "links"]) -> Path:
     """Return the file that a user names: a path, or the name of a shipped preset such as ``gpt2-124m``.
 
     Raises:
-        ConfigError: there is neither a preset nor a file of this name, or it is no config.
+        ConfigError: there is neither a preset nor a file of this name, or it is Python or a folder.
     """
     path, folder = Path(name), _PRESETS / kind
     presets = {preset.stem: preset for preset in sorted(folder.glob("*.yaml"))}
-    found = presets.get(str(name), path)
-    if found is not path:
-        return found
+    if str(name) in presets:
+        return presets[str(name)]
     if path.suffix == ".py" and kind == "models":
         how = f"write the module and the function that returns the model, as {path.stem}:build"
         raise ConfigError(f"{quoted(str(name))} is Python: {how}")
@@ -120,7 +119,7 @@ def find_file(name: Path | str, *, kind: Literal["models", "links"]) -> Path:
         raise ConfigError(f"{quoted(str(name))} is a folder: name a file in it{example}")
     if path.suffix not in {".yaml", ".yml", ".json"} and not path.exists():
         raise ConfigError(f"{quoted(str(name))} is neither a file nor a preset; presets of {kind}: {', '.join(presets)}")
-    return found
+    return path
 
 
 def read_yaml(path: Path) -> Document:

@@ -192,8 +192,8 @@ def test_a_config_json_and_a_function_are_runs_of_a_model_alone(tmp_path):
             lambda: load_config("models/mine.py"),
             "'models/mine.py' is Python: write the module and the function that returns the model, as mine:build",
         ),
-        (lambda: load_config("docs"), "'docs' is a folder: name a file in it, as docs/config.json"),
-        (lambda: read_link("docs"), "'docs' is a folder: name a file in it"),
+        (lambda: load_config("."), "'.' is a folder: name a file in it, as config.json"),
+        (lambda: read_link("."), "'.' is a folder: name a file in it"),
     ],
 )
 def test_a_name_that_is_unknown_is_refused_with_those_that_are_known(load, text):

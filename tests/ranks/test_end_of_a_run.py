@@ -15,8 +15,7 @@ import pytest
 pytestmark = pytest.mark.dist
 
 PROGRAM = Path(__file__).with_name("ends_with_an_exception.py")
-# Two interpreters with torch on a busy machine. A rank that waits for the other one takes the half hour of the group.
-LIMIT_S = 180.0
+LIMIT_S = 60.0
 PLACES = ["forward", "between", "backward", "after backward", "after step"]
 WAYS = ["bare", "detach", "block", "destroy", "dropped"]
 
