@@ -80,7 +80,9 @@ def test_an_evaluation_between_two_steps_is_part_of_none(one_rank):
             batch = torch.randn(ROWS, 4)
             if evaluates:
                 outputs = schedule.eval(batch, target=batch, losses=(losses := []))
-                assert torch.equal(outputs, torch.nn.functional.linear(batch, ddp.module.weight, ddp.module.bias))
+                # By microbatch: some processors round a product of two rows otherwise than one of eight.
+                expected = [torch.nn.Linear.forward(ddp.module, part) for part in batch.chunk(MICROBATCHES)]
+                assert torch.equal(outputs, torch.cat(expected))
                 assert len(losses) == MICROBATCHES
                 assert ddp.sync.state is StepState.IDLE
             schedule.step(batch, target=batch)
