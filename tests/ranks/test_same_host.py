@@ -460,7 +460,7 @@ def test_a_rank_that_cannot_be_read_is_named_on_all_ranks_in_the_same_words(pool
 def left_by_destruction(rank: Rank, launches: bool) -> str:
     """Rank 0 destroys the group the others wait over, and launches, or closes; return what each is told."""
     group = dist.new_group(range(rank.size))
-    communicator = copying(group, Liveness(heartbeat_s=0.2, dead_after_s=1.0))
+    communicator = copying(group, Liveness(heartbeat_s=0.2, dead_after_s=30.0))
     full = torch.ones(1 << 20)
     batch = communicator.prepare([AllReduce(full)])
     communicator.launch(batch, label="bucket 3").wait()
