@@ -101,7 +101,11 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
         before = signal.signal(signal.SIGTERM, _terminate)
         try:
             return command(*args, **kwargs)
-        except MegabucketError as error:
+        except (MegabucketError, SystemExit) as raised:
+            # SIGTERM, with which torchrun ends the other ranks of a host, may come while an error of ours is on its way out.
+            error = raised if isinstance(raised, MegabucketError) else raised.__context__
+            if not isinstance(error, MegabucketError):
+                raise
             _record_for_torchrun(error, f"{type(error).__name__}: {error}")
             # Escapes control characters but keeps line breaks, which our own texts use.
             lines = [printable(line, sys.maxsize) for line in str(error).split("\n")]

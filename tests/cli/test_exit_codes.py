@@ -189,3 +189,24 @@ def test_sigterm_is_143_and_ends_in_good_order():
 
     assert (result.exit_code, cleaned_up) == (143, [True])
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_sigterm_does_not_hide_an_error_that_is_on_its_way_out(tmp_path, monkeypatch):
+    """Torchrun sends it to the other ranks of a host once one is lost, which they may have noticed by then."""
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    one = typer.Typer(pretty_exceptions_enable=False)
+
+    def run() -> None:
+        try:
+            raise errors.ConfigError("bad name")
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+
+    one.command()(reports_errors(run))
+
+    result = CliRunner().invoke(one, [])
+
+    assert (result.exit_code, result.stderr) == (2, "error: bad name\n")
+    assert json.loads(file.read_text())["message"]["message"] == "ConfigError: bad name"

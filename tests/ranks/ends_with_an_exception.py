@@ -30,6 +30,7 @@ class Net(torch.nn.Module):
 
 
 def fail():
+    print("fails now", flush=True)
     raise ValueError("the program has failed")
 
 
@@ -73,14 +74,15 @@ def train(place, way, mode, width):
 
 def main(place, way, mode, size):
     dist.init_process_group("gloo")
-    if way != "dropped":
+    if way not in ("dropped", "caught"):
         train(place, way, mode, WIDTHS[size])
         return
     try:
         train(place, way, mode, WIDTHS[size])
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"
-    gc.collect()  # the wrapper goes here
+    if way == "dropped":
+        gc.collect()  # the wrapper goes here, otherwise at the end of the program
     print("Traceback is lost:", failure)
     sys.exit(1)
 
