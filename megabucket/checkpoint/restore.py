@@ -35,9 +35,9 @@ from megabucket.errors import CheckpointMismatchError, name_list
 from megabucket.layout.identity import ParamIdentity
 from megabucket.layout.shards import shard_slices
 from megabucket.optim import DistributedOptimizer
+from megabucket.optim.param_state import NUMBERS_OF
 from megabucket.optim.shards import MAIN, MainShard, WholeShard, main_dtype
 from megabucket.optim.state_dict import (
-    NUMBERS_OF,
     Description,
     StateEntry,
     WholeState,

@@ -45,6 +45,8 @@ class PipelineStage(_TorchStage):
     """
 
     submod: DistributedDataParallel
+    _outputs: Any = None
+    """Tensors on the meta device like the outputs; ``None`` until they are known."""
 
     def __init__(self, submodule: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         if not isinstance(submodule, DistributedDataParallel):
@@ -60,8 +62,6 @@ class PipelineStage(_TorchStage):
                 "finish='explicit' in the config and call mb.finalize_grads() after schedule.step()."
             )
         super().__init__(submodule, *args, **kwargs)
-        self._outputs: Any = None
-        """Tensors on the meta device like the outputs; ``None`` until they are known."""
         self._note_outputs(kwargs.get("output_args"))
         if submodule.policy.is_sharded and submodule.ranks.norm is None and self.num_stages > 1:
             log_once(
@@ -113,6 +113,11 @@ class PipelineStage(_TorchStage):
     def _compute_outputs(self, *args: Any, module: torch.nn.Module, **kwargs: Any) -> Any:
         """Run the forward from which torch infers shapes. It is part of no step: hooks ignore a shallow copy of the module."""
         return self._note_outputs(copy.copy(self.submod.module)(*args, **kwargs))
+
+    def _configure_outputs_meta(self, outputs_meta: tuple[torch.Tensor, ...]) -> None:
+        """Note the outputs that torch 2.11 has inferred, which calls no ``_compute_outputs``."""
+        super()._configure_outputs_meta(outputs_meta)  # type: ignore[misc]
+        self._note_outputs(outputs_meta)
 
     def _note_outputs(self, outputs: Any) -> Any:
         if self._outputs is None:

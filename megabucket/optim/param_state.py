@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
+from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 import torch
+from torch import optim
 
 from megabucket.errors import refuse_copies
 
 MAIN_PARAM: Final = "main_param"
 """The key of the float32 values of a 16-bit parameter, beside those of the optimizer."""
+
+NUMBERS_OF: Final[Mapping[type[torch.optim.Optimizer], frozenset[str]]] = MappingProxyType(
+    {
+        **dict.fromkeys((optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.AdamW), frozenset({"step"})),
+        **dict.fromkeys((optim.Adamax, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SparseAdam), frozenset({"step"})),
+        optim.NAdam: frozenset({"step", "mu_product"}),
+        optim.ASGD: frozenset({"step", "mu", "eta"}),
+    }
+)
+"""Keys of the state of torch's own optimizers with one number for a whole parameter, which has no step without them."""
+
+KNOWN_NUMBERS: Final = frozenset[str]().union(*NUMBERS_OF.values())
+"""All of them. For a scalar parameter the shape of a value does not show whether it is one per element."""
+
+
+def is_per_element(key: str, value: Any, like: torch.Tensor) -> bool:
+    """Return whether an entry holds one value per element of a parameter or shard, and not one number for all."""
+    return isinstance(value, torch.Tensor) and value.shape == like.shape and key not in KNOWN_NUMBERS
 
 
 class FlatState(Protocol):

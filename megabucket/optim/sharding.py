@@ -40,7 +40,7 @@ from megabucket.layout.segments import Segment, plan_segments
 from megabucket.optim.kernels import find_kernels
 from megabucket.optim.norm import check_norm_settings
 from megabucket.optim.owner_exchange import OwnerExchange
-from megabucket.optim.param_state import MAIN_PARAM, ParamState
+from megabucket.optim.param_state import MAIN_PARAM, ParamState, is_per_element
 from megabucket.optim.shards import MAIN, GradShard, MainShard, ReducedGrad, StatePiece, WholeShard, main_dtype
 from megabucket.optim.state_dict import (
     ShardHolder,
@@ -48,7 +48,6 @@ from megabucket.optim.state_dict import (
     StateCutter,
     WholeState,
     describe_shards,
-    is_per_element,
     set_groups,
     split,
     state_pieces,

@@ -22,36 +22,22 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
-from torch import optim
 
 from megabucket.buffer import ParamAndGradBuffer, dtype_name, dtype_named, view_like
 from megabucket.buffer.param_and_grad_buffer import dense_strides
 from megabucket.comm import AllGather, Broadcast, Communicator, exchange
 from megabucket.errors import CheckpointMismatchError, OptimizerParametersError
-from megabucket.optim.param_state import MAIN_PARAM
+from megabucket.optim.param_state import KNOWN_NUMBERS, MAIN_PARAM, is_per_element
 from megabucket.optim.shards import MAIN, MainShard, StatePiece, WholeShard, main_dtype
 from megabucket.optim.updates import shell_of
 
 if TYPE_CHECKING:
     from megabucket.ddp.step import GradSync
 
-NUMBERS_OF: Final[Mapping[type[torch.optim.Optimizer], frozenset[str]]] = MappingProxyType(
-    {
-        **dict.fromkeys((optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.AdamW), frozenset({"step"})),
-        **dict.fromkeys((optim.Adamax, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SparseAdam), frozenset({"step"})),
-        optim.NAdam: frozenset({"step", "mu_product"}),
-        optim.ASGD: frozenset({"step", "mu", "eta"}),
-    }
-)
-"""Keys of the state of torch's own optimizers with one number for a whole parameter, which has no step without them."""
-
 _SENDABLE: Final = frozenset({torch.Tensor, torch.nn.Parameter, int, float, complex, bool, str, bytes, type(None)})
 """Types in the state of a whole parameter that other ranks can make again."""
 
 _fields: Final = attrgetter("values", "main_values", "dtypes")
-
-KNOWN_NUMBERS: Final = frozenset[str]().union(*NUMBERS_OF.values())
-"""All of them. For a scalar parameter the shape of a value does not show whether it is one per element."""
 
 AS_PLAIN: Final = (
     "{0} without a DistributedOptimizer around it, under DistributedDataParallelConfig(use_distributed_optimizer=False); given "
@@ -83,11 +69,6 @@ class WholeState:
     def follows_param(self, param: torch.Tensor, value: torch.Tensor) -> bool:
         """Return whether a value per element has the dtype of computation, and not a dtype of the optimizer's choice."""
         return value.dtype == self.dtypes.get(param, param.dtype)
-
-
-def is_per_element(key: str, value: Any, like: torch.Tensor) -> bool:
-    """Return whether an entry holds one value per element of a parameter or shard, and not one number for all."""
-    return isinstance(value, torch.Tensor) and value.shape == like.shape and key not in KNOWN_NUMBERS
 
 
 def state_pieces(shards: Iterable[MainShard], state: Mapping[torch.Tensor, Mapping[str, Any]]) -> Iterator[StatePiece]:

@@ -27,7 +27,8 @@ from typing import Any, Final, NamedTuple, NoReturn
 import torch
 
 from megabucket.errors import ConfigError
-from megabucket.optim.state_dict import AS_PLAIN, is_per_element
+from megabucket.optim.param_state import is_per_element
+from megabucket.optim.state_dict import AS_PLAIN
 from megabucket.optim.updates import unhooked_step
 
 

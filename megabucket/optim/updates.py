@@ -7,6 +7,7 @@ the given one gets back what the step has written to them (schedule-free optimiz
 
 from __future__ import annotations
 
+import copy
 import traceback
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
@@ -18,7 +19,7 @@ import torch
 
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import ConfigError, OptimizerParametersError, UpdateFailedError
-from megabucket.optim.param_state import ParamState
+from megabucket.optim.param_state import ParamState, is_per_element
 from megabucket.optim.shards import MainShard, WholeShard
 
 Step = Callable[[torch.optim.Optimizer], object]
@@ -110,6 +111,10 @@ class Update:
         """What it steps on, of this rank; nothing while the given optimizer holds whole parameters."""
         self.twin = twin_of(given, [], defaultdict(dict))
         """The optimizer that steps on the shards."""
+        self._empty_state = {
+            index: _empty_state(group["params"], given.state) for index, group in enumerate(self.given.param_groups)
+        }
+        """State of a tensor without elements, by group, for optimizers that make state in their constructor only."""
         self.step_of_class: Step = unhooked_step(given)
 
     def place(
@@ -133,10 +138,11 @@ class Update:
             shards = sorted(shards, key=lambda shard: place[shard.buffer.params[shard.segment.params[0]]])
         for shard in shards:
             groups[shard.segment.group - self.first_group]["params"].append(shard.main)
-        for group in groups:
-            if not group["params"]:
-                group["params"].append(_placeholder(device, has_grad=not self.is_whole))
         own = {shard.main: state[shard.main] for shard in shards if state.get(shard.main)}
+        for index, group in enumerate(groups):
+            if not group["params"]:
+                group["params"].append(made := _placeholder(device, has_grad=not self.is_whole))
+                own[made] = copy.deepcopy(self._empty_state.get(index, {}))
         self.twin, self.shards = twin_of(self.given, groups, defaultdict(dict, own)), shards
 
     def forget(self) -> None:
@@ -227,6 +233,17 @@ def _placeholder(device: torch.device, *, has_grad: bool) -> torch.nn.Parameter:
     made = torch.nn.Parameter(torch.zeros(0, dtype=torch.float32, device=device))
     made.grad = torch.zeros_like(made) if has_grad else None
     return made
+
+
+def _empty_state(params: Sequence[torch.nn.Parameter], state: Mapping[Any, dict[str, Any]]) -> dict[str, Any]:
+    """Return the state of a tensor without elements, in a group of these parameters: that of the first one that has any."""
+    param = next((param for param in params if state.get(param)), None)
+    if param is None:
+        return {}
+    return {
+        key: value.new_empty(0) if is_per_element(key, value, param) else copy.deepcopy(value)
+        for key, value in state[param].items()
+    }
 
 
 # Twins #

@@ -80,6 +80,7 @@ def save_and_lose(settings: dict[str, str]) -> None:
         mb.save_checkpoint(folder, model, optimizer, step=SAVED_AFTER)
         saved_there = {"checkpoint": Checkpoint(folder), "checkpoint_upload_mode": CheckpointUploadMode.NO_UPLOAD}
         ray.train.report({"step": SAVED_AFTER}, **saved_there)
+        ray.train.get_all_reported_checkpoints()  # returns when Ray has noted it: after an earlier loss it would begin anew
         train(model, optimizer, **ranks, steps=range(SAVED_AFTER, LOST_IN))
         if ranks["rank"] == 1:
             os.kill(os.getpid(), signal.SIGKILL)

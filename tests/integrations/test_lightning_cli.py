@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 lightning = pytest.importorskip("lightning", reason="lightning is not installed: make frameworks installs it")
 pytest.importorskip("jsonargparse", reason="jsonargparse is not installed: make frameworks installs it")
@@ -44,7 +45,7 @@ class Regression(lightning.LightningModule):
 
 @pytest.fixture
 def fit(tmp_path, monkeypatch):
-    """Return the strategy that a text of YAML names, and the weights after training with it."""
+    """Yield a function that returns the strategy that a text of YAML names, and the weights after training with it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["run.py"])
 
@@ -53,7 +54,9 @@ def fit(tmp_path, monkeypatch):
         cli = LightningCLI(Regression, args=["fit", "--config", "run.yaml"], save_config_callback=None)
         return cli.trainer.strategy, cli.model.state_dict()
 
-    return run
+    yield run
+    if dist.is_initialized():  # Lightning keeps it until the program ends
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ class Counting(torch.nn.Linear):
     failing = -1
 
     def forward(self, inputs):
-        self.num_forwards += 1
+        self.num_forwards += torch.is_grad_enabled()  # torch 2.11 infers shapes with the module itself
         if self.num_forwards == self.failing:
             raise ValueError("out of luck")
         return super().forward(inputs)

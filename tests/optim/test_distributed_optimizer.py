@@ -153,6 +153,22 @@ class Counting(torch.optim.Optimizer):
                     param.sub_(param.grad / group["step"])
 
 
+class FromItsConstructor(torch.optim.Optimizer):
+    """Makes all state in its constructor, as Adagrad of torch 2.11 does."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        for param in [param for group in self.param_groups for param in group["params"]]:
+            self.state[param] = {"sum": torch.zeros_like(param)}
+
+    def step(self, closure=None):
+        for param in [param for group in self.param_groups for param in group["params"]]:
+            if param.grad is not None:
+                total = self.state[param]["sum"]
+                total += param.grad.abs()
+                param.sub_(param.grad / total)
+
+
 class TestGroups:
     @MODES
     def test_every_group_keeps_its_own_hyperparameters(self, switches):
@@ -194,6 +210,19 @@ class TestGroups:
 
         # b at [0, 100) belongs to rank 0, a at [128, 228) to rank 1
         assert run_ranks(2, Weights("ab"), program, **SHARDED)[1] == [([0, 100], [True, True]), ([100, 0], [True, True])]
+
+    def test_state_that_only_the_constructor_makes_is_there_too(self):
+        def program(rank, ddp):
+            groups = [{"params": [ddp.module.a]}, {"params": [ddp.module.b]}]
+            optimizer = DistributedOptimizer(FromItsConstructor(groups), ddp)
+            for _ in range(2):
+                ddp(a=2.0, b=4.0).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return ddp.module.a.unique().tolist(), ddp.module.b.unique().tolist()
+
+        # 1 - 2 / 2 - 2 / 4, and alike with 4
+        assert run_ranks(4, Weights("ab"), program, **SHARDED)[1] == [([-0.5], [-0.5])] * 4
 
     @pytest.mark.parametrize("path", ["straight on", "state_dict", "checkpoint", "rebuild"])
     def test_an_optimizer_that_counts_in_its_groups_and_skips_empty_ones_counts_alike_on_all_ranks(self, path, tmp_path):

@@ -39,8 +39,8 @@ from megabucket.comm import ForwardingCommunicator, ProcessGroupCommunicator
 from megabucket.ddp import DistributedDataParallel
 from megabucket.errors import CheckpointError, ConfigError, name_list
 from megabucket.layout.identity import canonical_name
-from megabucket.optim.param_state import MAIN_PARAM
-from megabucket.optim.state_dict import KNOWN_NUMBERS, NUMBER_TYPES, StateEntry, describe_number, entry_from_json, number_in
+from megabucket.optim.param_state import KNOWN_NUMBERS, MAIN_PARAM
+from megabucket.optim.state_dict import NUMBER_TYPES, StateEntry, describe_number, entry_from_json, number_in
 
 _VALUES_KEY: Final = "megabucket.values"
 _GROUPS_PREFIX: Final = "optim.param_groups."
