@@ -89,8 +89,8 @@ class Ranks:
         time.sleep(max(read_every_s(len(self.heartbeats)), look_every_s(len(self.heartbeats))))
         for heartbeat in self.heartbeats:
             before = heartbeat.view
+            heartbeat.request()
             while heartbeat.view is before:
-                heartbeat.request()
                 time.sleep(0.0005)
 
     def flush(self) -> None:
