@@ -403,7 +403,7 @@ def _watched(watch: PeerWatch, call: Callable[[], T], *, label: str) -> T:
 def _is_failing(state: RankState) -> bool:
     """Return whether this rank, which ends, waits for no other: an exception ends its program, or it leaves a step half done.
 
-    No rank completes a step without the report of this one, so nobody can use the sums that it has begun after its backward.
+    With a fence no rank completes a step without the report of this one, so nobody can use the sums that it has begun.
     """
     is_ending = sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None
     return is_ending or state.failure is not None or state.progress.phase == "backward"

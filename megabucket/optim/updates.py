@@ -236,14 +236,24 @@ def _placeholder(device: torch.device, *, has_grad: bool) -> torch.nn.Parameter:
 
 
 def _empty_state(params: Sequence[torch.nn.Parameter], state: Mapping[Any, dict[str, Any]]) -> dict[str, Any]:
-    """Return the state of a tensor without elements, in a group of these parameters: that of the first one that has any."""
+    """Return the state of a tensor without elements, in a group of these parameters: that of the first one that has any.
+
+    Nothing if some of it is neither one value per element nor one number, since no flat shard could have it.
+    """
+    found: dict[str, Any] = {}
     param = next((param for param in params if state.get(param)), None)
     if param is None:
-        return {}
-    return {
-        key: value.new_empty(0) if is_per_element(key, value, param) else copy.deepcopy(value)
-        for key, value in state[param].items()
-    }
+        return found
+    for key, value in state[param].items():
+        if is_per_element(key, value, param):
+            found[key] = torch.zeros(0, dtype=value.dtype, device=value.device)
+        elif value is None or isinstance(value, bool | int | float | str):
+            found[key] = value
+        elif isinstance(value, torch.Tensor) and value.numel() == 1:
+            found[key] = value.detach().clone()
+        else:
+            return {}
+    return found
 
 
 # Twins #

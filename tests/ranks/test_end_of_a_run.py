@@ -24,6 +24,7 @@ def _cases():
     by_day = {
         ("between", "block", "all_reduce", "small"),
         ("after backward", "detach", "reduce_scatter", "large"),
+        ("after backward", "caught", "reduce_scatter", "small"),
     }
     for place in PLACES:
         for way in WAYS:
